@@ -1,0 +1,301 @@
+"""What passes between coordinator, agents, ranks and workers: closed sets of typed messages, JSON only.
+
+Three channels:
+
+* **commands** (coordinator → agent): sealed with the cluster secret (:mod:`planner.auth`), one Redis stream
+  per node;
+* **reports** (agent → coordinator): sealed, one Redis stream for the cluster;
+* **rank channel** (rank ↔ its agent): JSON lines over a Unix socket in the agent's run directory; the first
+  line of a rank is ``hello`` with the job's token. Rank messages travel on to the coordinator inside reports.
+
+A message of an unknown kind or shape is refused, logged and kept aside; the receiver stays up.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from planner.pretrain_config import PretrainConfig
+
+VERSION = 1
+
+
+class Message(BaseModel):
+    """Base of all messages; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    version: int = VERSION
+
+
+# ---------------------------------------------------------------- what a rank is started with
+
+
+class RankSpec(Message):
+    """Everything one training process needs to know; given as a JSON file (mode 0600) to ``python -m pretrain.rank``."""
+
+    job: str
+    incarnation: int
+    """Never reused within a job; grows with each start and each re-form."""
+    rank: int
+    """Rank in this incarnation, 0 to world_size - 1."""
+    origin_rank: int
+    """Rank at the job's start, which fault coordinates name; kept through re-forming and restarts."""
+    world_size: int
+    store_host: str
+    """Host of the job's rendezvous store (a TCPStore that lives beside an agent, never in a rank)."""
+    store_port: int
+    bind_address: str = "127.0.0.1"
+    """Address whose interface gloo or NCCL binds to, for nodes with several."""
+    token: str
+    """The job's token (:func:`planner.auth.job_token`)."""
+    lease_token: int = 0
+    """Fencing token of the lease under which this rank holds its slot; checked at publication."""
+    agent_socket: str | None
+    """Path of the agent's Unix socket; None in a bare run (tests), where messages go to standard output."""
+    job_folder: str
+    """The job's folder; checkpoints go to ``<job_folder>/checkpoints`` unless the config names another."""
+    config: PretrainConfig
+    resume: str | None = None
+    """Published checkpoint to start from; None: from the seed."""
+    fired_faults: list[int] = []
+    """Indices into ``config.faults`` that fired in earlier incarnations."""
+    threads: int = 1
+    """Compute threads of this slot."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda:N``."""
+
+
+# ---------------------------------------------------------------- rank → agent → coordinator
+
+
+class RankHello(Message):
+    """First line of a rank: who it is. The agent drops a connection whose token is wrong."""
+
+    kind: Literal["hello"] = "hello"
+    token: str
+    job: str
+    incarnation: int
+    rank: int
+    pid: int
+
+
+class RankPhase(Message):
+    """The rank entered a phase: start, load, first_step, step, save, validate, export, reform, done."""
+
+    kind: Literal["phase"] = "phase"
+    phase: str
+    step: int
+    time: float
+    micro_batch: int | None = None
+
+
+class RankStep(Message):
+    """A step completed on this rank. ``ids`` are the samples that *this rank* ran (empty where it read no data)."""
+
+    kind: Literal["step"] = "step"
+    step: int
+    loss: float | None
+    """Mean loss per token over the global batch, full precision; None on ranks that do not know it."""
+    grad_norm: float | None
+    tokens: int
+    """Tokens of the global batch."""
+    seconds: float
+    lr: float
+    workers: int
+    """World size in this step."""
+    ids: list[int]
+    incarnation: int
+    valid_loss: float | None = None
+    time: float
+    phases: dict[str, float] = {}
+    """Seconds of this step by phase (data, forward_backward, reduce, optimizer, snapshot, other)."""
+
+
+class RankException(Message):
+    """The rank is about to leave because of an exception; sent before the process is gone."""
+
+    kind: Literal["exception"] = "exception"
+    type: str
+    message: str
+    traceback: str
+    collective: str | None = None
+    """The collective the exception came out of (reduce, broadcast, pipeline, barrier …), if it was one."""
+    step: int
+    phase: str
+    time: float
+
+
+class RankFault(Message):
+    """An injected fault fires now (sent before it acts, since it may take the process with it)."""
+
+    kind: Literal["fault"] = "fault"
+    index: int
+    step: int
+    phase: str
+    micro_batch: int | None = None
+    time: float
+
+
+class RankCheckpoint(Message):
+    """A checkpoint of the job changed its state; sent by the rank (or writer) that saw it."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    what: Literal["snapshot", "saved", "published", "failed", "refused", "loaded", "deleted", "export_published", "export_failed"]
+    step: int
+    path: str | None = None
+    seconds: float | None = None
+    stall_seconds: float | None = None
+    reason: str = ""
+    time: float
+
+
+class RankDone(Message):
+    """The rank finished all steps (or published and leaves because it was told to)."""
+
+    kind: Literal["done"] = "done"
+    step: int
+    why: Literal["completed", "preempted", "paused", "cancelled"]
+    time: float
+
+
+class RankNote(Message):
+    """A transition for the event log that needs no answer (loss spike, skipped samples, straggler, re-form …)."""
+
+    kind: Literal["note"] = "note"
+    action: str
+    """A value of :class:`planner.events.Action`."""
+    reason: str = ""
+    details: dict[str, Any] = {}
+    time: float
+
+
+RankMessage = Annotated[
+    RankHello | RankPhase | RankStep | RankException | RankFault | RankCheckpoint | RankDone | RankNote,
+    Field(discriminator="kind"),
+]
+RANK_MESSAGES: TypeAdapter[Any] = TypeAdapter(RankMessage)
+
+
+# ---------------------------------------------------------------- agent → rank
+
+
+class StopAtBoundary(Message):
+    """Finish the step in hand, publish, say ``done`` with ``why`` and exit 4 (preempted) or 0."""
+
+    kind: Literal["stop"] = "stop"
+    why: Literal["preempted", "paused", "cancelled"]
+
+
+class Reform(Message):
+    """Leave the collective at once and build the next incarnation in place."""
+
+    kind: Literal["reform"] = "reform"
+    incarnation: int
+    """The new incarnation."""
+    ranks: dict[int, int]
+    """Old rank → new rank of the survivors."""
+    world_size: int
+    store_host: str
+    store_port: int
+    reason: str
+    details: dict[str, Any] = {}
+
+
+class LeaveCollective(Message):
+    """Tear the process groups down at once: a peer is gone. Agreement comes afterwards, with ``reform``."""
+
+    kind: Literal["leave"] = "leave"
+    incarnation: int
+    reason: str
+
+
+AgentToRank = Annotated[StopAtBoundary | Reform | LeaveCollective, Field(discriminator="kind")]
+AGENT_TO_RANK: TypeAdapter[Any] = TypeAdapter(AgentToRank)
+
+
+# ---------------------------------------------------------------- coordinator → agent
+
+
+class StartStore(Message):
+    """Start the rendezvous store of a job's incarnation on this node; answered by ``store_ready``."""
+
+    kind: Literal["start_store"] = "start_store"
+    job: str
+    incarnation: int
+
+
+class StartRanks(Message):
+    """Start one process per spec, each in its own session."""
+
+    kind: Literal["start_ranks"] = "start_ranks"
+    lease: str
+    specs: list[RankSpec]
+    slots: list[int]
+    """Slot of each spec, same order."""
+
+
+class StopRanks(Message):
+    """End the ranks of an incarnation: SIGTERM and, after the grace, SIGKILL of every descendant."""
+
+    kind: Literal["stop_ranks"] = "stop_ranks"
+    job: str
+    incarnation: int
+    grace_seconds: float
+
+
+class TellRanks(Message):
+    """Hand a message to all ranks of an incarnation on this node."""
+
+    kind: Literal["tell_ranks"] = "tell_ranks"
+    job: str
+    incarnation: int
+    message: AgentToRank
+
+
+class StartWorker(Message):
+    """Start a Celery worker on leased slots (``infer``) or plain CPU (``metric``)."""
+
+    kind: Literal["start_worker"] = "start_worker"
+    worker: str
+    worker_kind: Literal["infer", "metric"]
+    lease: str | None
+    lease_token: int
+    slots: list[int]
+
+
+class StopWorker(Message):
+    """Drain a worker: no new shard, hand back what is finished, release; SIGKILL after the grace."""
+
+    kind: Literal["stop_worker"] = "stop_worker"
+    worker: str
+    grace_seconds: float
+
+
+class Stage(Message):
+    """Bring a model directory into this node's memory once, for all its workers."""
+
+    kind: Literal["stage"] = "stage"
+    path: str
+    digest: str
+
+
+class Unstage(Message):
+    """Drop a staged model."""
+
+    kind: Literal["unstage"] = "unstage"
+    digest: str
+
+
+class Leave(Message):
+    """End everything on this node and exit (``planaria down``)."""
+
+    kind: Literal["leave"] = "leave"
+
+
+Command = Annotated[
+    StartStore | StartRanks | StopRanks | TellRanks | StartWorker | StopWorker | Stage | Unstage | Leave,
+    Field(discriminator="kind"),
+]
+COMMANDS: TypeAdapter[Any] = TypeAdapter(Command)

@@ -1,0 +1,1 @@
+"""A self-healing Megatron-core pretraining job: trainer, checkpoints, detection, agent, supervisor."""
