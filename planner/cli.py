@@ -28,7 +28,9 @@ app.add_typer(tasks_app, name="tasks")
 
 Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON document on stdout.")]
 Url = Annotated[str | None, typer.Option("--url", help="Redis URL of the cluster.", envvar="PLANARIA_URL")]
-StateDir = Annotated[Path | None, typer.Option("--state-dir", help="Folder of the stack's state.", envvar="PLANARIA_STATE_DIR")]
+StateDir = Annotated[
+    Path | None, typer.Option("--state-dir", help="Folder of the stack's state.", envvar="PLANARIA_STATE_DIR")
+]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.", metavar="KEY=VALUE")]
 
 
@@ -57,7 +59,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Shared options."""
 
@@ -113,11 +117,23 @@ def run(
     json_: Json = False,
 ) -> None:
     """Up, submit, wait and down in one go."""
-    _call("pretrain.commands:run", config=config, slots=slots, state_dir=state_dir, overrides=set_ or [], json_output=json_)
+    _call(
+        "pretrain.commands:run",
+        config=config,
+        slots=slots,
+        state_dir=state_dir,
+        overrides=set_ or [],
+        json_output=json_,
+    )
 
 
 @app.command()
-def status(job: Annotated[str | None, typer.Argument()] = None, json_: Json = False, state_dir: StateDir = None, url: Url = None) -> None:
+def status(
+    job: Annotated[str | None, typer.Argument()] = None,
+    json_: Json = False,
+    state_dir: StateDir = None,
+    url: Url = None,
+) -> None:
     """Jobs, slots and evaluation, now."""
     _call("planner.status:status_command", job=job, json_output=json_, state_dir=state_dir, url=url)
 
@@ -151,28 +167,56 @@ def resume(job: str, state_dir: StateDir = None, url: Url = None) -> None:
 
 @app.command()
 def agent(
-    redis: Annotated[str | None, typer.Option("--redis", help="Redis URL of the cluster.", envvar="PLANARIA_URL")] = None,
+    redis: Annotated[
+        str | None, typer.Option("--redis", help="Redis URL of the cluster.", envvar="PLANARIA_URL")
+    ] = None,
     node: Annotated[str | None, typer.Option("--node", help="Name of this node; the host name when left out.")] = None,
-    slots: Annotated[int | None, typer.Option("--slots", min=1, help="Slots to offer; the GPUs, or 3 on a CPU-only host.")] = None,
-    address: Annotated[str, typer.Option("--address", help="Address that other nodes reach this one at.")] = "127.0.0.1",
+    slots: Annotated[
+        int | None, typer.Option("--slots", min=1, help="Slots to offer; the GPUs, or 3 on a CPU-only host.")
+    ] = None,
+    address: Annotated[
+        str, typer.Option("--address", help="Address that other nodes reach this one at.")
+    ] = "127.0.0.1",
     state_dir: StateDir = None,
-    secret_file: Annotated[Path | None, typer.Option("--secret-file", help="File with the cluster secret.", envvar="PLANARIA_SECRET_FILE")] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option("--secret-file", help="File with the cluster secret.", envvar="PLANARIA_SECRET_FILE")
+    ] = None,
 ) -> None:
     """Add this host to a cluster as a node."""
-    _call("pretrain.agent:agent_command", url=redis, node=node, slots=slots, address=address, state_dir=state_dir, secret_file=secret_file)
+    _call(
+        "pretrain.agent:agent_command",
+        url=redis,
+        node=node,
+        slots=slots,
+        address=address,
+        state_dir=state_dir,
+        secret_file=secret_file,
+    )
 
 
 @app.command()
 def worker(
     kind: Annotated[str, typer.Option("--kind", help="infer or metric.")] = "infer",
     name: Annotated[str | None, typer.Option("--name", help="Name of this worker.")] = None,
-    slots: Annotated[str | None, typer.Option("--slots", help="Slots it owns, comma-separated; its own when left out.")] = None,
+    slots: Annotated[
+        str | None, typer.Option("--slots", help="Slots it owns, comma-separated; its own when left out.")
+    ] = None,
     state_dir: StateDir = None,
     url: Url = None,
-    secret_file: Annotated[Path | None, typer.Option("--secret-file", help="File with the cluster secret.", envvar="PLANARIA_SECRET_FILE")] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option("--secret-file", help="File with the cluster secret.", envvar="PLANARIA_SECRET_FILE")
+    ] = None,
 ) -> None:
     """Start an evaluation worker by hand or from a batch system; it brings its own slots."""
-    _call("evalsched.worker:worker_command", kind=kind, name=name, slots=slots, state_dir=state_dir, url=url, secret_file=secret_file)
+    _call(
+        "evalsched.worker:worker_command",
+        kind=kind,
+        name=name,
+        slots=slots,
+        state_dir=state_dir,
+        url=url,
+        secret_file=secret_file,
+    )
 
 
 @app.command()
@@ -208,12 +252,18 @@ def eval_(
     workers: Annotated[int, typer.Option("--workers", min=1, help="Inference workers.")] = 1,
     output: Annotated[Path | None, typer.Option("--output", help="Folder of results.json and samples.")] = None,
     include_path: Annotated[Path | None, typer.Option("--include-path", help="Folder with more task files.")] = None,
-    strict: Annotated[bool, typer.Option("--strict/--compat", help="Flag what lm-eval scores wrongly in silence, or reproduce it.")] = True,
+    strict: Annotated[
+        bool, typer.Option("--strict/--compat", help="Flag what lm-eval scores wrongly in silence, or reproduce it.")
+    ] = True,
     exact: Annotated[bool, typer.Option("--exact", help="Bitwise equal responses whatever the batch.")] = False,
     samples: Annotated[str | None, typer.Option("--samples", help="JSON: task to list of document ids.")] = None,
-    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Use the tokenizer's chat template.")] = False,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Use the tokenizer's chat template.")
+    ] = False,
     system_instruction: Annotated[str | None, typer.Option("--system-instruction", help="System prompt.")] = None,
-    fewshot_as_multiturn: Annotated[bool, typer.Option("--fewshot-as-multiturn", help="Few-shot examples as turns.")] = False,
+    fewshot_as_multiturn: Annotated[
+        bool, typer.Option("--fewshot-as-multiturn", help="Few-shot examples as turns.")
+    ] = False,
     gen_kwargs: Annotated[str | None, typer.Option("--gen-kwargs", help="Generation settings: key=value,…")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Few-shot seed.")] = 1234,
     state_dir: StateDir = None,
@@ -236,7 +286,9 @@ def watch(
     limit: Annotated[float | None, typer.Option("--limit", help="Documents per task; below 1 a fraction.")] = None,
     order: Annotated[str, typer.Option("--order", help="newest (first) or oldest (first).")] = "newest",
     workers: Annotated[int, typer.Option("--workers", min=1, help="Inference workers.")] = 1,
-    output: Annotated[Path | None, typer.Option("--output", help="Folder of the results; beside each checkpoint when left out.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Folder of the results; beside each checkpoint when left out.")
+    ] = None,
     include_path: Annotated[Path | None, typer.Option("--include-path", help="Folder with more task files.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Evaluate what is there and stop.")] = False,
     state_dir: StateDir = None,
@@ -256,7 +308,9 @@ def report(
     url: Url = None,
 ) -> None:
     """The report of a job or of a results folder."""
-    _call("evalsched.commands:report_command", job_or_dir=job_or_dir, format_=format_.value, state_dir=state_dir, url=url)
+    _call(
+        "evalsched.commands:report_command", job_or_dir=job_or_dir, format_=format_.value, state_dir=state_dir, url=url
+    )
 
 
 @app.command()
@@ -272,7 +326,9 @@ def tasks_list(json_: Json = False) -> None:
 
 
 @tasks_app.command("prepare")
-def tasks_prepare(names: Annotated[list[str] | None, typer.Argument(help="Tasks to prepare; all when left out.")] = None) -> None:
+def tasks_prepare(
+    names: Annotated[list[str] | None, typer.Argument(help="Tasks to prepare; all when left out.")] = None,
+) -> None:
     """Build offline tasks from installed packages into the user's cache."""
     _call("evalsched.benchmarks:prepare_command", names=names or [])
 

@@ -28,9 +28,7 @@ def _construct_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: b
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, (str, int, float)) and key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} stands twice", key_node.start_mark
-            )
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
         seen.add(key if isinstance(key, (str, int, float)) else str(key))
     return yaml.SafeLoader.construct_mapping(loader, node, deep)
 
@@ -45,7 +43,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         BadInputError: missing, unreadable, no YAML, a key given twice, or no mapping at the top.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except FileNotFoundError:
         raise BadInputError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:

@@ -33,7 +33,7 @@ class Message(BaseModel):
 
 
 class RankSpec(Message):
-    """Everything one training process needs to know; given as a JSON file (mode 0600) to ``python -m pretrain.rank``."""
+    """Everything one training process needs to know; a JSON file (mode 0600) for ``python -m pretrain.rank``."""
 
     job: str
     incarnation: int
@@ -142,7 +142,9 @@ class RankCheckpoint(Message):
     """A checkpoint of the job changed its state; sent by the rank (or writer) that saw it."""
 
     kind: Literal["checkpoint"] = "checkpoint"
-    what: Literal["snapshot", "saved", "published", "failed", "refused", "loaded", "deleted", "export_published", "export_failed"]
+    what: Literal[
+        "snapshot", "saved", "published", "failed", "refused", "loaded", "deleted", "export_published", "export_failed"
+    ]
     step: int
     path: str | None = None
     seconds: float | None = None

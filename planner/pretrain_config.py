@@ -284,25 +284,43 @@ class PretrainConfig(Settings):
         tensor, pipeline = self.parallel.tensor, self.parallel.pipeline
         group = tensor * pipeline
         checks: list[tuple[bool, str]] = [
-            (self.model.layers % pipeline == 0,
-             f"model.layers {self.model.layers} is not divisible by parallel.pipeline {pipeline}"),
-            (self.model.heads % tensor == 0,
-             f"model.heads {self.model.heads} is not divisible by parallel.tensor {tensor}"),
-            (self.model.groups % tensor == 0,
-             f"model.kv_heads {self.model.groups} is not divisible by parallel.tensor {tensor}"),
-            (self.model.ffn_hidden_size % tensor == 0,
-             f"model.ffn_hidden_size {self.model.ffn_hidden_size} is not divisible by parallel.tensor {tensor}"),
-            (self.workers.min >= group,
-             f"workers.min {self.workers.min} is below parallel.tensor × parallel.pipeline = {group}"),
-            (self.workers.min % group == 0,
-             f"workers.min {self.workers.min} is not a multiple of parallel.tensor × parallel.pipeline = {group}"),
-            (not self.evaluate.tasks or self.model.head_size in CPU_HEAD_SIZES,
-             f"model.hidden_size / model.heads gives a head size of {self.model.head_size}, which the evaluation "
-             f"engine cannot serve; use one of {', '.join(map(str, CPU_HEAD_SIZES))}"),
-            (not self.evaluate.tasks or self.checkpoint.export,
-             "evaluate.tasks needs checkpoint.export: true, since the engine loads the export"),
-            (self.optimizer.warmup_steps <= self.steps,
-             f"optimizer.warmup_steps {self.optimizer.warmup_steps} is above steps {self.steps}"),
+            (
+                self.model.layers % pipeline == 0,
+                f"model.layers {self.model.layers} is not divisible by parallel.pipeline {pipeline}",
+            ),
+            (
+                self.model.heads % tensor == 0,
+                f"model.heads {self.model.heads} is not divisible by parallel.tensor {tensor}",
+            ),
+            (
+                self.model.groups % tensor == 0,
+                f"model.kv_heads {self.model.groups} is not divisible by parallel.tensor {tensor}",
+            ),
+            (
+                self.model.ffn_hidden_size % tensor == 0,
+                f"model.ffn_hidden_size {self.model.ffn_hidden_size} is not divisible by parallel.tensor {tensor}",
+            ),
+            (
+                self.workers.min >= group,
+                f"workers.min {self.workers.min} is below parallel.tensor × parallel.pipeline = {group}",
+            ),
+            (
+                self.workers.min % group == 0,
+                f"workers.min {self.workers.min} is not a multiple of parallel.tensor × parallel.pipeline = {group}",
+            ),
+            (
+                not self.evaluate.tasks or self.model.head_size in CPU_HEAD_SIZES,
+                f"model.hidden_size / model.heads gives a head size of {self.model.head_size}, which the evaluation "
+                f"engine cannot serve; use one of {', '.join(map(str, CPU_HEAD_SIZES))}",
+            ),
+            (
+                not self.evaluate.tasks or self.checkpoint.export,
+                "evaluate.tasks needs checkpoint.export: true, since the engine loads the export",
+            ),
+            (
+                self.optimizer.warmup_steps <= self.steps,
+                f"optimizer.warmup_steps {self.optimizer.warmup_steps} is above steps {self.steps}",
+            ),
         ]
         for fine, message in checks:
             if not fine:
@@ -317,5 +335,3 @@ class PretrainConfig(Settings):
     def to_json(self) -> dict[str, object]:
         """The settings as JSON that :meth:`pydantic.BaseModel.model_validate` reads back."""
         return self.model_dump(mode="json", by_alias=True)
-
-

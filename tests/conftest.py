@@ -1,0 +1,17 @@
+"""Shared fixtures: one Redis per session, thread bounds, and the environment that keeps every library offline."""
+
+from __future__ import annotations
+
+import os
+
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
