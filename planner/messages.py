@@ -301,3 +301,149 @@ Command = Annotated[
     Field(discriminator="kind"),
 ]
 COMMANDS: TypeAdapter[Any] = TypeAdapter(Command)
+
+
+# ---------------------------------------------------------------- agent → coordinator
+
+
+class Report(Message):
+    """Base of what an agent says. ``time`` is the agent's wall clock, seconds since the epoch."""
+
+    time: float
+
+
+class NodeReady(Report):
+    """An agent came up (or came back). What it still runs, adopted from an earlier life, is named."""
+
+    kind: Literal["node_ready"] = "node_ready"
+    slots: int
+    ranks: list[tuple[str, int, int]] = []
+    """(job, incarnation, rank) of the ranks that survived the agent and were adopted."""
+    workers: list[str] = []
+    """Workers that were adopted."""
+
+
+class StoreReady(Report):
+    """The rendezvous store that ``start_store`` asked for listens."""
+
+    kind: Literal["store_ready"] = "store_ready"
+    job: str
+    incarnation: int
+    host: str
+    port: int
+
+
+class CommandFailed(Report):
+    """A genuine command could not be carried out."""
+
+    kind: Literal["command_failed"] = "command_failed"
+    command: str
+    """The command's kind."""
+    job: str | None = None
+    incarnation: int | None = None
+    worker: str | None = None
+    reason: str
+
+
+class MessageRefused(Report):
+    """A command or a rank's message was forged, unknown or malformed; it was dropped."""
+
+    kind: Literal["message_refused"] = "message_refused"
+    source: str
+    """Where it came from: ``commands`` or ``ranks``."""
+    reason: str
+
+
+class RankStarted(Report):
+    """A rank's process exists."""
+
+    kind: Literal["rank_started"] = "rank_started"
+    job: str
+    incarnation: int
+    rank: int
+    slot: int
+    pid: int
+
+
+class RankSaid(Report):
+    """What a rank said on its channel, passed on. ``incarnation`` and ``rank`` are those of its last hello."""
+
+    kind: Literal["rank_said"] = "rank_said"
+    job: str
+    incarnation: int
+    rank: int
+    message: RankMessage
+
+
+class RankExited(Report):
+    """A rank's process is gone, and with it every descendant that could be ended."""
+
+    kind: Literal["rank_exited"] = "rank_exited"
+    job: str
+    incarnation: int
+    rank: int
+    pid: int
+    exit_code: int | None
+    """Exit code; None after a signal, or where the agent was not its parent (it had adopted it)."""
+    signal: int | None
+    asked: bool
+    """True where the agent ended it on a command or because its lease was lost."""
+    tail: str
+    """Last lines of its log."""
+    leftovers: list[int] = []
+    """Descendants that would not die (their slot stays blocked on this node)."""
+
+
+class WorkerStarted(Report):
+    """A Celery worker's process exists."""
+
+    kind: Literal["worker_started"] = "worker_started"
+    worker: str
+    pid: int
+
+
+class WorkerExited(Report):
+    """A Celery worker's process is gone, with its descendants."""
+
+    kind: Literal["worker_exited"] = "worker_exited"
+    worker: str
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    asked: bool
+    tail: str
+
+
+class LeaseLost(Report):
+    """A lease of something that runs here could not be renewed (revoked for good, expired, fenced)."""
+
+    kind: Literal["lease_lost"] = "lease_lost"
+    lease: str
+    reason: str
+
+
+class Staged(Report):
+    """A model directory lies in this node's memory, verified; ``path`` is where."""
+
+    kind: Literal["staged"] = "staged"
+    digest: str
+    path: str
+    bytes: int
+    seconds: float
+
+
+AgentReport = Annotated[
+    NodeReady
+    | StoreReady
+    | CommandFailed
+    | MessageRefused
+    | RankStarted
+    | RankSaid
+    | RankExited
+    | WorkerStarted
+    | WorkerExited
+    | LeaseLost
+    | Staged,
+    Field(discriminator="kind"),
+]
+REPORTS: TypeAdapter[Any] = TypeAdapter(AgentReport)
