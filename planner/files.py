@@ -45,22 +45,30 @@ def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append one JSON document as a line, in a single write so that lines of several writers never mix."""
+    """Append one JSON document as a line, in a single write so that lines of several writers never mix.
+
+    If a crash cut the line before it, the new line starts on a fresh one: only the cut line is lost.
+    """
     line = (json.dumps(value) + "\n").encode()
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
         os.write(fd, line)
     finally:
         os.close(fd)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the documents of a JSON-lines file; a cut last line (a crash in mid-write) is left out."""
+    """Yield the documents of a JSON-lines file; a line that a crash cut is left out."""
     if not path.exists():
         return
     with path.open("rb") as stream:
         for raw in stream:
-            if not raw.endswith(b"\n"):
-                return
-            if raw.strip():
+            if not raw.strip() or not raw.endswith(b"\n"):
+                continue
+            try:
                 yield json.loads(raw)
+            except ValueError:
+                continue
