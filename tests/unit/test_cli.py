@@ -14,9 +14,9 @@ from planner import cli
 from planner.cli import app
 
 COMMANDS = [
-    "demo", "up", "down", "submit", "run", "status", "logs", "cancel", "agent", "worker", "coordinator", "dashboard", "eval",
-    "watch", "report", "checkpoint", "plan", "simulate", "diagnose", "nodecheck", "nodes", "drain", "cordon", "uncordon",
-    "pause", "resume", "retry", "tasks",
+    "demo", "up", "down", "submit", "run", "status", "logs", "cancel", "agent", "worker", "coordinator", "dashboard",
+    "eval", "watch", "report", "checkpoint", "plan", "simulate", "diagnose", "nodecheck", "nodes", "drain", "cordon",
+    "uncordon", "pause", "resume", "retry", "tasks",
 ]  # fmt: skip
 HEAVY = ("torch", "celery", "vllm", "megatron", "lm_eval", "scipy", "sklearn")
 
