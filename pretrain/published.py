@@ -1,0 +1,198 @@
+"""The folder of published checkpoints as files: list, verify, pick, fence, clean up. Light: no torch here.
+
+A step's directory counts only when its manifest is there; names that begin with a dot are work in progress
+of some writer and are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner import manifest
+from planner.errors import BadInputError, FencedError
+from planner.files import fsync_dir, write_atomic, write_json
+
+LATEST = "latest"
+FENCE = ".fence"
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A checkpoint that was looked at and not used, and why."""
+
+    path: Path
+    step: int
+    problems: tuple[manifest.Problem, ...]
+
+    @property
+    def reason(self) -> str:
+        """One line naming the files at fault."""
+        return "; ".join(f"{problem.file}: {problem.problem}" for problem in self.problems)
+
+
+def step_dirs(folder: Path, *, exports: bool = False) -> list[tuple[int, Path]]:
+    """(step, directory) of everything named like a checkpoint (or an export), published or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for entry in folder.iterdir():
+        parsed = manifest.parse_step_dir(entry.name)
+        if parsed and parsed[1] == exports and entry.is_dir():
+            found.append((parsed[0], entry))
+    return sorted(found)
+
+
+def published(folder: Path, *, exports: bool = False) -> list[tuple[int, Path]]:
+    """(step, directory) of those that have a manifest, oldest first; nothing is verified here."""
+    return [(step, path) for step, path in step_dirs(folder, exports=exports) if (path / manifest.NAME).is_file()]
+
+
+def examine(path: Path, step: int) -> tuple[manifest.Problem, ...]:
+    """Every problem of one published checkpoint, its manifest's step included; empty when it can be used."""
+    problems = manifest.verify(path)
+    if not problems and (said := manifest.read_manifest(path).step) != step:
+        problems = [manifest.Problem(manifest.NAME, f"says step {said}, the directory says {step}")]
+    return tuple(problems)
+
+
+def newest_verified(folder: Path) -> tuple[Path | None, list[Refusal]]:
+    """The newest published checkpoint whose every byte verifies, and those newer ones that were refused.
+
+    Directories without a manifest are unpublished and are passed over in silence: they are a crashed or
+    running save, not a checkpoint.
+    """
+    refused: list[Refusal] = []
+    for step, path in reversed(published(folder)):
+        problems = examine(path, step)
+        if not problems:
+            return path, refused
+        refused.append(Refusal(path, step, problems))
+    return None, refused
+
+
+def read_latest(folder: Path) -> Path | None:
+    """The directory that ``latest`` names, or None where there is no such file or directory."""
+    try:
+        name = (folder / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    target = folder / name
+    return target if manifest.parse_step_dir(name) and target.is_dir() else None
+
+
+def move_latest(folder: Path, name: str) -> None:
+    """Let ``latest`` name a published step; the caller has made that step durable before."""
+    write_atomic(folder / LATEST, name + "\n")
+
+
+# ---------------------------------------------------------------- fencing
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A right to publish in a checkpoint folder; of one job's rights the greatest (incarnation, token) holds."""
+
+    job: str
+    incarnation: int
+    token: int = 0
+
+    def older_than(self, other: Fence) -> bool:
+        """Whether ``other`` has taken this right away: a later one of the same job, or any of another job."""
+        if self.job != other.job:
+            return True
+        return (self.incarnation, self.token) < (other.incarnation, other.token)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that checking the fence and publishing are one step."""
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def read_fence(folder: Path) -> Fence | None:
+    """The newest right that a folder has seen; None where nobody claimed it."""
+    try:
+        data = json.loads((folder / FENCE).read_text())
+        return Fence(str(data["job"]), int(data["incarnation"]), int(data["token"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"{folder / FENCE}: unreadable fence ({error}); delete it if no job writes here") from error
+
+
+def check_fence(folder: Path, own: Fence) -> None:
+    """Refuse a writer whose right was taken over.
+
+    Raises:
+        FencedError: a newer incarnation or lease, or another job, has claimed this folder; the writer must stop.
+    """
+    newest = read_fence(folder)
+    if newest is not None and own.older_than(newest):
+        raise FencedError(
+            f"{folder}: job {own.job}, incarnation {own.incarnation} (token {own.token}) may not publish: "
+            f"job {newest.job}, incarnation {newest.incarnation} (token {newest.token}) has taken over"
+        )
+
+
+def claim(folder: Path, own: Fence) -> None:
+    """Take the right to publish in ``folder``; from now on older incarnations and leases are refused.
+
+    A job may claim a folder of another job: the last claim holds, and the other one is refused when it
+    publishes next, instead of the two mixing their steps in silence.
+
+    Raises:
+        FencedError: a newer incarnation or lease of the same job has claimed it already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        newest = read_fence(folder)
+        if newest is not None and newest.job == own.job:
+            check_fence(folder, own)
+        if own != newest:
+            write_json(folder / FENCE, {"job": own.job, "incarnation": own.incarnation, "token": own.token})
+
+
+# ---------------------------------------------------------------- making and removing directories
+
+
+def work_dir(folder: Path, step: int, own: Fence, export: bool = False) -> Path:
+    """The hidden directory in which this writer prepares a step; nobody else uses the name."""
+    return folder / f".{manifest.step_dir_name(step, export)}.{own.job}.{own.incarnation}-{own.token}.tmp"
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory so that no crash leaves it looking published: the manifest goes first."""
+    with contextlib.suppress(FileNotFoundError):
+        (path / manifest.NAME).unlink()
+        fsync_dir(path)
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def clear_debris(folder: Path) -> list[Path]:
+    """Remove what crashed writers left: hidden work directories and step directories without a manifest.
+
+    Only the holder of the fence may call this, at its start, inside :func:`locked`: whatever is half-made then
+    belongs to a writer that may not publish any more.
+    """
+    removed = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        hidden = entry.name.startswith(".step-")
+        unpublished = manifest.parse_step_dir(entry.name) and not (entry / manifest.NAME).exists()
+        if entry.is_dir() and (hidden or unpublished):
+            remove_tree(entry)
+            removed.append(entry)
+    return removed
