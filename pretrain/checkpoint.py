@@ -7,6 +7,7 @@ the last three, so that an older incarnation can never publish. What fails befor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ import torch.distributed as dist
 
 from planner import manifest
 from planner.errors import BadInputError
+from planner.files import write_json
+from planner.loading import validate
+from planner.pretrain_config import PretrainConfig
 from pretrain import device, published
 from pretrain.megatron_format import SaveFailedError, agreed, read_common, read_dist, write_dist
 from pretrain.published import Fence, Refusal, newest_verified
@@ -24,6 +28,7 @@ from pretrain.state import TrainState
 __all__ = ["Parts", "Refusal", "SaveFailedError", "collect", "load", "newest_verified", "restore", "save"]
 
 MEGATRON = "megatron"
+DESCRIPTION = "planaria.json"
 _FORMATS = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -41,6 +46,10 @@ class Parts:
     """The Megatron optimizer; None loads or saves weights alone."""
     state: TrainState
     """Step and data position."""
+    config: PretrainConfig
+    """The job's settings; a checkpoint carries them, so that it can be exported and judged on its own."""
+    vocabulary: int
+    """Rows of the embedding, padding included."""
     schedule: Any = None
     """Whatever has ``state_dict`` and ``load_state_dict`` besides (a scheduler); None where the step says all."""
 
@@ -78,6 +87,27 @@ def restore(parts: Parts, loaded: dict[str, Any]) -> TrainState:
     return parts.state
 
 
+def describe(config: PretrainConfig, vocabulary: int) -> dict[str, Any]:
+    """What stands in ``planaria.json`` beside the tensors: enough to rebuild the model."""
+    return {"format": 1, "config": config.to_json(), "vocabulary": vocabulary}
+
+
+def read_description(path: Path) -> tuple[PretrainConfig, int]:
+    """The settings and padded vocabulary that a checkpoint was made with.
+
+    Raises:
+        BadInputError: the file is missing or of another format.
+    """
+    source = path / DESCRIPTION
+    try:
+        data = json.loads(source.read_text())
+        if data.get("format") != 1:
+            raise BadInputError(f"{source}: format {data.get('format')!r} is not known (this version reads 1)")
+        return validate(PretrainConfig, data["config"], str(source)), int(data["vocabulary"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInputError(f"{source}: no description of the model ({error})") from error
+
+
 def save(
     parts: Parts,
     folder: Path,
@@ -113,6 +143,7 @@ def save(
                 folder.mkdir(parents=True, exist_ok=True)
                 published.remove_tree(work)
                 (work / MEGATRON).mkdir(parents=True)
+                write_json(work / DESCRIPTION, describe(parts.config, parts.vocabulary))
         with agreed(f"saving step {step}"):
             stage("write")
         with device.emulation():
