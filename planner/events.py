@@ -99,6 +99,8 @@ class Action(StrEnum):
     NODE_DRAINED = "node.drained"
     NODE_CHECKED = "node.checked"
     COORDINATOR_STARTED = "coordinator.started"
+    COORDINATOR_STOPPED = "coordinator.stopped"
+    LOOP_CRASHED = "loop.crashed"  #: one of the coordinator's loops raised; it goes on after a pause
 
     WORKER_STARTED = "worker.started"
     WORKER_READY = "worker.ready"

@@ -92,7 +92,7 @@ class RedisLink:
                 return function(self.client)
             except redis.AuthenticationError:
                 raise MissingServiceError(
-                    f"Redis at {public_url(self.url)} refuses the password; check --url, PLANARIA_URL or the state directory"
+                    f"Redis at {public_url(self.url)} refuses the password; check --url or PLANARIA_URL"
                 ) from None
             except _AWAY as error:
                 if self._clock.monotonic() >= deadline or self._closed.is_set():

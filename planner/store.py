@@ -1,4 +1,4 @@
-"""The cluster's shared state in Redis. The only module (with the lease script) that knows keys; see docs/architecture.md.
+"""The cluster's shared state in Redis. Only this module and the lease script know keys; see docs/architecture.md.
 
 Streams carry one field ``d``. Commands, reports and responses are sealed with the cluster secret; what is forged, of an
 unknown kind or misshapen is dropped, kept aside in ``planaria:refused`` and told as an event, and the reader goes on.
@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -153,6 +154,8 @@ class ClusterStore:
         self.secret = secret
         self.table = Leases(self.link.call)
         """The lease table; see :mod:`planner.leases` for who calls what."""
+        self.fence: Callable[[], int | None] = lambda: None
+        """The coordinator's present fencing token; set by the coordinator, None elsewhere."""
         self._seen_commands: dict[str, None] = {}
 
     # ------------------------------------------------------------------ connection
@@ -194,7 +197,7 @@ class ClusterStore:
             wait = min(MAX_BLOCK, deadline - time.monotonic())
             # BLOCK 0 would wait for ever, so a read that must not wait leaves it out.
             milliseconds = int(wait * 1000) if wait > 0.001 else None
-            answer = self.link.call(lambda client, ms=milliseconds: client.xread({key: after}, count=count, block=ms))
+            answer = self.link.call(partial(_xread, key=key, after=after, count=count, block=milliseconds))
             if answer:
                 rows = answer[key][0] if isinstance(answer, dict) else answer[0][1]
                 return [(entry, fields.get("d", "")) for entry, fields in rows]
@@ -278,7 +281,7 @@ class ClusterStore:
         return self._sift("reports", self._read("reports", after, block, count), parse)
 
     def send_response(self, response: Mapping[str, Any]) -> str:
-        """Seal what an infer or metric worker has to say to the scheduler. Never trimmed: see :meth:`trim_responses`."""
+        """Seal what a worker has to say to the scheduler. Never trimmed on its own: see :meth:`trim_responses`."""
         return self._append("responses", seal(self._sealing_key(), response), 0)
 
     def read_responses(self, after: str, *, block: float = 0.0, count: int = 100) -> list[Entry[dict[str, Any] | None]]:
@@ -499,6 +502,10 @@ class ClusterStore:
         """A published document."""
         found = self.link.call(lambda client: client.hget(PREFIX + "documents", name))
         return None if found is None else dict(json.loads(found))
+
+
+def _xread(client: Any, *, key: str, after: str, count: int, block: int | None) -> Any:
+    return client.xread({key: after}, count=count, block=block)
 
 
 def lease_details(lease: Lease) -> dict[str, Any]:
