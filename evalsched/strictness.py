@@ -56,7 +56,7 @@ EXPLANATIONS: Mapping[FlagKind, str] = {
     FlagKind.EMPTY_PROMPT: "the prompt has no token: there is nothing to continue",
     FlagKind.CONTINUATION_TRUNCATED: "the continuation is as long as the window or longer, so it is scored in part",
     FlagKind.PROMPT_FILLS_WINDOW: "the prompt fills the window, no room is left for a new token",
-    FlagKind.BUDGET_EXCEEDS_WINDOW: "the budget of new tokens is as large as the window, no room is left for the prompt",
+    FlagKind.BUDGET_EXCEEDS_WINDOW: "the budget of new tokens fills the window, no room is left for the prompt",
     FlagKind.NO_ANSWER: "the engine could not answer this request",
     FlagKind.CONTEXT_TRUNCATED: "the context was cut from the left to fit the window",
     FlagKind.BUDGET_CUT: "fewer new tokens than the task asks for fit the window beside the prompt",

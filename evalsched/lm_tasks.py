@@ -1,0 +1,163 @@
+"""Finding and loading lm-eval tasks: shared by recording and scoring, so that both see the same ones.
+
+Imports lm-eval; only subprocesses and metric workers import this module.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import Entry, Kind, TaskIndex
+
+from evalsched.benchmarks import HOW_TO_PREPARE, prepared_folder
+from evalsched.types import EvalSettings
+from planner.errors import BadInputError, PlanariaError, one_line
+
+
+def shipped_folder() -> Path:
+    """The folder of the tasks that come with this package."""
+    return Path(str(files("tasks")))
+
+
+class LoadingManager(TaskManager):
+    """lm-eval's task manager, which also keeps what it loaded and turns failures into one line each."""
+
+    loaded: dict[str, Any]
+
+    def load(self, task_list: Any) -> Any:
+        """Load tasks and groups as lm-eval does, and keep them in ``loaded``.
+
+        Raises:
+            BadInputError: a task cannot be loaded, or stands twice (alone and in a group).
+        """
+        built: list[Any] = []
+        for spec in task_list:
+            found = self._load_one(spec)
+            built.extend(found if isinstance(found, list) else [found])
+        try:
+            self.loaded = super().load(built)  # type: ignore[assignment]
+        except ValueError as error:
+            raise BadInputError(f"--tasks: {one_line(error)}; name it once") from error
+        return self.loaded
+
+    def _load_one(self, spec: Any) -> Any:
+        if isinstance(spec, (Task, Group)):
+            return spec
+        try:
+            return self._load_spec(spec)
+        except PlanariaError:
+            raise
+        except Exception as error:  # whatever a task's own code raises
+            raise BadInputError(f"task {spec}: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    text = one_line(error)[:300] or type(error).__name__
+    kinds = {base.__name__ for base in type(error).__mro__}
+    if kinds & {
+        "ConnectionError",
+        "FileNotFoundError",
+        "DatasetNotFoundError",
+        "OfflineModeIsEnabled",
+        "HfHubHTTPError",
+    }:
+        return f"its data is not on this machine ({text}); {HOW_TO_PREPARE}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"it needs the Python module {error.name!r}, which is not installed"
+    return f"cannot be loaded: {type(error).__name__}: {text}"
+
+
+def task_names(settings: EvalSettings) -> list[str]:
+    """The tasks asked for, each once, in order."""
+    return list(dict.fromkeys(name.strip() for name in settings.tasks if name.strip()))
+
+
+def task_manager(settings: EvalSettings, metadata: dict[str, Any]) -> tuple[LoadingManager, list[str]]:
+    """A manager that knows all tasks asked for, and their names with patterns expanded.
+
+    lm-eval's own 14,000 task files (8 s to index) are looked through only when a name is not found in the
+    folders shipped, prepared or included. Later folders win, the user's last.
+
+    Raises:
+        BadInputError: an include path is missing, or a task is unknown (with the nearest names).
+    """
+    for folder in settings.include_path:
+        if not Path(folder).is_dir():
+            raise BadInputError(f"--include-path {folder}: no such folder")
+    paths: list[str | Path] = [shipped_folder()]
+    if prepared_folder().is_dir():
+        paths.append(prepared_folder())
+    paths += [Path(folder) for folder in settings.include_path]
+    names = task_names(settings)
+    if not names:
+        raise BadInputError("--tasks: no task is named; `planaria tasks list` shows what there is")
+    manager = LoadingManager(include_path=paths, include_defaults=False, metadata=metadata)
+    if not all(_known(name, manager.task_index) for name in names):
+        manager = LoadingManager(include_path=paths, include_defaults=True, metadata=metadata)
+    return manager, _expand(names, manager)
+
+
+def _known(name: str, index: dict[str, Entry]) -> bool:
+    """Whether ``index`` holds a name and, for a group, everything below it."""
+    entry = index.get(name)
+    if entry is None:
+        path = Path(name)
+        entry = TaskIndex.entry_from_path(path) if path.suffix in (".yaml", ".yml") else None
+    if entry is None:
+        return False
+    if entry.kind is not Kind.GROUP:
+        return True
+    members = (entry.cfg or {}).get("task") or []
+    return all(_member_known(member, index) for member in (members if isinstance(members, list) else [members]))
+
+
+def _member_known(member: Any, index: dict[str, Entry]) -> bool:
+    if isinstance(member, str):
+        return _known(member, index)
+    name = member.get("group") or member.get("task")
+    if isinstance(name, str) and name in index:
+        return _known(name, index)
+    children = member.get("task")
+    if "group" in member and isinstance(children, list):
+        return all(_member_known(child, index) for child in children)
+    return "dataset_path" in member or "custom_dataset" in member
+
+
+def _expand(names: Sequence[str], manager: TaskManager) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        if name in manager.task_index or TaskIndex.entry_from_path(Path(name)):
+            found.append(name)
+        elif matched := manager.match_tasks([name]) if any(c in name for c in "*?[") else []:
+            found.extend(matched)
+        else:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
+            hint = f"did you mean {', '.join(near)}?" if near else "`planaria tasks list` shows what there is"
+            raise BadInputError(f"--tasks: unknown task {name!r}; {hint}")
+    return list(dict.fromkeys(found))
+
+
+def simple_evaluate_arguments(settings: EvalSettings) -> dict[str, Any]:
+    """The arguments of ``lm_eval.simple_evaluate`` that recording and scoring must share."""
+    return {
+        "num_fewshot": settings.num_fewshot,
+        "limit": settings.limit,
+        "samples": {name: list(ids) for name, ids in settings.samples.items()} if settings.samples else None,
+        "system_instruction": settings.system_instruction,
+        "apply_chat_template": settings.apply_chat_template,
+        "fewshot_as_multiturn": settings.fewshot_as_multiturn,
+        "gen_kwargs": dict(settings.gen_kwargs) if settings.gen_kwargs else None,
+        "predict_only": settings.predict_only,
+        "random_seed": settings.random_seed,
+        "numpy_random_seed": settings.numpy_random_seed,
+        "torch_random_seed": settings.torch_random_seed,
+        "fewshot_random_seed": settings.fewshot_random_seed,
+        "confirm_run_unsafe_code": True,
+    }

@@ -1,0 +1,132 @@
+"""Documents of the ``stdlib_*`` tasks, cut from the running interpreter's held-out library modules.
+
+Deterministic for one Python version: files in name order, one seeded shuffle, no set order. Lengths fit a
+window of 256 byte tokens. The YAML files in ``tasks/`` name the functions here as their custom datasets.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.stdlib_corpus import held_out_files
+
+SEED = 2024
+PASSAGE_BYTES = 1000
+CONTEXT_BYTES = 168
+CHOICE_BYTES = 60
+"""Context and choice together stay below 254 bytes: a window of 256 less a begin-of-text and a new token."""
+COMPLETE_CONTEXT_BYTES = 200
+MAX_DOCUMENTS = {"passages": 1000, "next_lines": 1000, "completions": 500}
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{5,23}")
+
+
+def _sources(files: Iterable[Path] | None) -> Iterator[tuple[str, str]]:
+    for path in held_out_files() if files is None else files:
+        name = path.stem if path.stem != "__init__" else path.parent.name
+        yield name, path.read_text(encoding="utf-8").expandtabs(8)
+
+
+def _chosen(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """A seeded shuffle, so that a small ``limit`` meets all modules, and a bound on the number."""
+    random.Random(f"{SEED}-{kind}").shuffle(documents)
+    return documents[: MAX_DOCUMENTS[kind]]
+
+
+def passages(files: Iterable[Path] | None = None) -> list[dict[str, Any]]:
+    """Runs of whole lines of at most :data:`PASSAGE_BYTES` bytes: ``{"module", "text"}``."""
+    found: list[dict[str, Any]] = []
+    for module, source in _sources(files):
+        block = ""
+        for line in source.splitlines(keepends=True):
+            if len((block + line).encode()) > PASSAGE_BYTES:
+                if len(block) > PASSAGE_BYTES // 2:
+                    found.append({"module": module, "text": block})
+                block = ""
+            block += line
+    return _chosen(found, "passages")
+
+
+def _tail(lines: list[str], limit: int) -> str:
+    """As many of the last whole lines as fit ``limit`` bytes, each with its line end."""
+    kept = ""
+    for line in reversed(lines):
+        if len((line + "\n" + kept).encode()) > limit:
+            break
+        kept = line + "\n" + kept
+    return kept
+
+
+def next_lines(files: Iterable[Path] | None = None) -> list[dict[str, Any]]:
+    """Which line really follows: ``{"module", "context", "choices" (4), "answer"}``.
+
+    The wrong choices are other lines of the same file, those nearest in length from a random draw, so that
+    neither length nor vocabulary gives the answer away.
+    """
+    rng = random.Random(f"{SEED}-choices")
+    found: list[dict[str, Any]] = []
+    for module, source in _sources(files):
+        lines = source.splitlines()
+        usable = [line for line in lines if len(line.strip()) >= 8 and len(line.encode()) <= CHOICE_BYTES]
+        for number in range(4, len(lines), 7):
+            truth = lines[number]
+            context = _tail(lines[:number], CONTEXT_BYTES)
+            if len(truth.strip()) < 8 or len(truth.encode()) > CHOICE_BYTES or not context.strip():
+                continue
+            wrong = _distractors(truth, usable, rng)
+            if len(wrong) < 3:
+                continue
+            choices = [truth, *wrong]
+            rng.shuffle(choices)
+            found.append({"module": module, "context": context, "choices": choices, "answer": choices.index(truth)})
+    return _chosen(found, "next_lines")
+
+
+def _distractors(truth: str, usable: list[str], rng: random.Random) -> list[str]:
+    drawn = rng.sample(usable, min(40, len(usable)))
+    unlike = [line for line in dict.fromkeys(drawn) if line.strip() != truth.strip()]
+    distinct: dict[str, str] = {}
+    for line in sorted(unlike, key=lambda line: abs(len(line) - len(truth))):
+        distinct.setdefault(line.strip(), line)
+    return list(distinct.values())[:3]
+
+
+def completions(files: Iterable[Path] | None = None) -> list[dict[str, Any]]:
+    """The rest of a name that the context already holds: ``{"module", "context", "target"}``."""
+    found: list[dict[str, Any]] = []
+    for module, source in _sources(files):
+        lines = source.splitlines()
+        for number in range(6, len(lines), 11):
+            line = lines[number]
+            for match in _IDENTIFIER.finditer(line):
+                before = _tail(lines[:number], COMPLETE_CONTEXT_BYTES - len(line.encode()))
+                if re.search(rf"\b{match.group()}\b", before):
+                    cut = match.start() + 3
+                    found.append({"module": module, "context": before + line[:cut], "target": match.group()[3:]})
+                    break
+    return _chosen(found, "completions")
+
+
+def _dataset(make: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(make())}
+
+
+def bits_per_byte_dataset(**_: Any) -> dict[str, Any]:
+    """The test split of ``stdlib_bits_per_byte``."""
+    return _dataset(passages)
+
+
+def next_line_dataset(**_: Any) -> dict[str, Any]:
+    """The test split of ``stdlib_next_line``."""
+    return _dataset(next_lines)
+
+
+def complete_dataset(**_: Any) -> dict[str, Any]:
+    """The test split of ``stdlib_complete``."""
+    return _dataset(completions)
