@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,7 @@ def prepare(device: str = "cpu") -> torch.device:
 
 def _answer_for_cuda() -> None:
     """Replace what Megatron calls in ``torch.cuda`` by the same question to the CPU; safe to repeat."""
+    _import_uncompiled()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.device_count = lambda: 0
@@ -106,6 +108,23 @@ def _answer_for_cuda() -> None:
 
     softmax: Any = fused_softmax
     softmax.get_default_causal_mask = _causal_mask
+
+
+def _import_uncompiled() -> None:
+    """Import Megatron-core with its ``torch.compile`` decorators off.
+
+    They pay on GPUs only; on a CPU they would load the compiler stack (two seconds of every rank's start).
+    Megatron keeps what it finds on import, so this does nothing once it is imported.
+    """
+    compiler: Any = torch
+    original = compiler.compile
+    compiler.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a dozen notices that Apex and Transformer Engine are not there
+            import megatron.core.optimizer  # noqa: F401
+    finally:
+        compiler.compile = original
 
 
 @functools.lru_cache(maxsize=32)

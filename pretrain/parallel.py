@@ -10,6 +10,7 @@ from datetime import timedelta
 import psutil
 import torch
 from torch import distributed as dist
+from torch.distributed import PrefixStore, TCPStore
 
 from planner.errors import BadInputError, MissingServiceError
 from pretrain import device
@@ -117,14 +118,14 @@ def join(
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ["NCCL_SOCKET_IFNAME"] = interface
     try:
-        store = dist.TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=store_seconds))
+        store = TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=store_seconds))
     except dist.DistStoreError as error:
         raise MissingServiceError(
             f"rendezvous store {store_host}:{store_port} does not answer within {store_seconds:.0f} s"
         ) from error
     dist.init_process_group(
         "nccl" if device.has_cuda() else "gloo",
-        store=dist.PrefixStore(prefix, store),
+        store=PrefixStore(prefix, store),
         rank=where.rank,
         world_size=where.world_size,
         timeout=timedelta(seconds=collective_seconds),
