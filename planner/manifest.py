@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,10 @@ from planner.files import fsync_dir, write_json
 
 FORMAT = 1
 NAME = "manifest.json"
+DESCRIPTION = "planaria.json"
+"""A listed (so hashed) file of our own directories; it repeats the manifest's own fields, so that a flipped bit in
+the manifest itself is found too."""
+_OWN_FIELDS = ("job", "step", "consumed_samples", "incarnation", "created")
 _CHUNK = 4 << 20
 _STEP_DIR = re.compile(r"^step-(\d{8})(\.hf)?$")
 
@@ -63,6 +67,14 @@ class Manifest:
             "files": {name: dict(entry) for name, entry in sorted(self.files.items())},
         }
         return own | dict(self.extra)
+
+    def digest(self) -> str:
+        """xxh3-128 of the content: the identity of what was published."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode())
+
+    def own_fields(self) -> dict[str, Any]:
+        """What the manifest says besides the files."""
+        return {key: getattr(self, key) for key in _OWN_FIELDS}
 
 
 def step_dir_name(step: int, export: bool = False) -> str:
@@ -109,6 +121,24 @@ def describe_files(folder: Path, names: Iterable[str], threads: int = 2) -> dict
         return dict(pool.map(entry, names))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What a manifest says besides its files; the fields are those of :class:`Manifest`."""
+
+    job: str
+    step: int
+    consumed_samples: int
+    incarnation: int
+    created: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] | None = None
+    """Content of ``planaria.json``; None writes no such file."""
+
+
+DescribeFiles = Callable[[Path, Sequence[str]], dict[str, dict[str, Any]]]
+"""(folder, relative names) → ``{name: {"bytes", "xxh3"}}``, as :func:`describe_files`."""
+
+
 def publish(
     folder: Path,
     *,
@@ -124,23 +154,39 @@ def publish(
     Every file and folder is synced before the manifest is written, so a crash at any point leaves either
     no manifest or a true one.
     """
+    described = Described(
+        job=job,
+        step=step,
+        consumed_samples=consumed_samples,
+        incarnation=incarnation,
+        created=created,
+        extra=extra or {},
+    )
+    return publish_described(folder, described)
+
+
+def publish_described(folder: Path, described: Described, describe: DescribeFiles | None = None) -> Manifest:
+    """:func:`publish` with the fields in one value and, if wanted, another way to read the files back."""
+    if described.description is not None:
+        said = {key: getattr(described, key) for key in _OWN_FIELDS}
+        write_json(folder / DESCRIPTION, dict(described.description) | {"published": said})
     names = list_files(folder)
     for name in names:
         with (folder / name).open("rb") as stream:
             os.fsync(stream.fileno())
     for base, _, _ in os.walk(folder):
         fsync_dir(Path(base))
+    fsync_dir(folder.parent)
     manifest = Manifest(
-        job=job,
-        step=step,
-        consumed_samples=consumed_samples,
-        incarnation=incarnation,
-        created=created,
-        files=describe_files(folder, names),
-        extra=extra or {},
+        job=described.job,
+        step=described.step,
+        consumed_samples=described.consumed_samples,
+        incarnation=described.incarnation,
+        created=described.created,
+        files=(describe or describe_files)(folder, names),
+        extra=described.extra,
     )
     write_json(folder / NAME, manifest.to_json())
-    fsync_dir(folder.parent)
     return manifest
 
 
@@ -163,27 +209,60 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadInputError(f"{path}: format {data.get('format')!r} is not known (this version reads {FORMAT})")
     try:
         files = {str(name): dict(entry) for name, entry in data["files"].items()}
-        own = {key: data[key] for key in ("job", "step", "consumed_samples", "incarnation", "created")}
+        own = {key: data[key] for key in _OWN_FIELDS}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadInputError(f"{path}: a field is missing or has the wrong shape ({error})") from error
+    for key, kind in (("job", str), ("step", int), ("consumed_samples", int), ("incarnation", int)):
+        if not isinstance(own[key], kind) or isinstance(own[key], bool):
+            raise BadInputError(f"{path}: {key}: {own[key]!r} is no {kind.__name__}")
     extra = {key: value for key, value in data.items() if key not in own and key not in ("files", "format")}
     return Manifest(**own, files=files, extra=extra)
 
 
-def check_files(folder: Path, manifest: Manifest, *, hashes: bool = True) -> list[Problem]:
+def check_files(folder: Path, manifest: Manifest, *, hashes: bool = True, threads: int = 2) -> list[Problem]:
     """Every difference between what ``manifest`` says and what ``folder`` holds, by name of file."""
-    problems: list[Problem] = []
-    for name, entry in sorted(manifest.files.items()):
-        path = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            problems.append(Problem(name, "the manifest names a path outside the checkpoint"))
-        elif not path.is_file():
-            problems.append(Problem(name, "missing"))
-        elif path.stat().st_size != entry.get("bytes"):
-            problems.append(Problem(name, f"size {path.stat().st_size}, manifest says {entry.get('bytes')}"))
-        elif hashes and (problem := _hash_problem(path, entry)):
-            problems.append(Problem(name, problem))
+    if not manifest.files:
+        return [Problem(NAME, "lists no files")]
+
+    def check(item: tuple[str, Mapping[str, Any]]) -> Problem | None:
+        name, entry = item
+        problem = _file_problem(folder, name, entry, hashes)
+        return Problem(name, problem) if problem else None
+
+    with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
+        problems = [problem for problem in pool.map(check, sorted(manifest.files.items())) if problem]
+    if DESCRIPTION in manifest.files and not any(problem.file == DESCRIPTION for problem in problems):
+        problems += _manifest_problems(folder, manifest)
     return problems
+
+
+def _manifest_problems(folder: Path, manifest: Manifest) -> list[Problem]:
+    """Fields of the manifest that differ from what ``planaria.json`` repeats of them."""
+    try:
+        said = json.loads((folder / DESCRIPTION).read_text()).get("published")
+    except (OSError, ValueError, AttributeError):
+        return []
+    if not isinstance(said, dict):
+        return []
+    return [
+        Problem(NAME, f"{key} {value!r}, {DESCRIPTION} says {said[key]!r}")
+        for key, value in manifest.own_fields().items()
+        if key in said and said[key] != value
+    ]
+
+
+def _file_problem(folder: Path, name: str, entry: Mapping[str, Any], hashes: bool) -> str | None:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return "the manifest names a path outside the checkpoint"
+    path = folder / name
+    try:
+        if not path.is_file():
+            return "missing"
+        if (size := path.stat().st_size) != entry.get("bytes"):
+            return f"size {size}, manifest says {entry.get('bytes')}"
+        return _hash_problem(path, entry) if hashes else None
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
 
 
 def _hash_problem(path: Path, entry: Mapping[str, Any]) -> str | None:

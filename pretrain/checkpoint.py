@@ -7,7 +7,6 @@ the last three, so that an older incarnation can never publish. What fails befor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,8 @@ import torch.distributed as dist
 
 from planner import manifest
 from planner.errors import BadInputError
-from planner.files import write_json
-from planner.loading import validate
 from planner.pretrain_config import PretrainConfig
-from pretrain import device, published
+from pretrain import description, device, published
 from pretrain.megatron_format import SaveFailedError, agreed, read_common, read_dist, write_dist
 from pretrain.published import Fence, Refusal, newest_verified
 from pretrain.state import TrainState
@@ -28,7 +25,6 @@ from pretrain.state import TrainState
 __all__ = ["Parts", "Refusal", "SaveFailedError", "collect", "load", "newest_verified", "restore", "save"]
 
 MEGATRON = "megatron"
-DESCRIPTION = "planaria.json"
 _FORMATS = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -87,27 +83,6 @@ def restore(parts: Parts, loaded: dict[str, Any]) -> TrainState:
     return parts.state
 
 
-def describe(config: PretrainConfig, vocabulary: int) -> dict[str, Any]:
-    """What stands in ``planaria.json`` beside the tensors: enough to rebuild the model."""
-    return {"format": 1, "config": config.to_json(), "vocabulary": vocabulary}
-
-
-def read_description(path: Path) -> tuple[PretrainConfig, int]:
-    """The settings and padded vocabulary that a checkpoint was made with.
-
-    Raises:
-        BadInputError: the file is missing or of another format.
-    """
-    source = path / DESCRIPTION
-    try:
-        data = json.loads(source.read_text())
-        if data.get("format") != 1:
-            raise BadInputError(f"{source}: format {data.get('format')!r} is not known (this version reads 1)")
-        return validate(PretrainConfig, data["config"], str(source)), int(data["vocabulary"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInputError(f"{source}: no description of the model ({error})") from error
-
-
 def save(
     parts: Parts,
     folder: Path,
@@ -143,58 +118,25 @@ def save(
                 folder.mkdir(parents=True, exist_ok=True)
                 published.remove_tree(work)
                 (work / MEGATRON).mkdir(parents=True)
-                write_json(work / DESCRIPTION, describe(parts.config, parts.vocabulary))
         with agreed(f"saving step {step}"):
             stage("write")
         with device.emulation():
             write_dist(collect(parts), work / MEGATRON)
         with agreed(f"publishing step {step}"):
             if main:
-                commit(work, target, fence=fence, state=parts.state, created=created, on_stage=stage)
+                described = manifest.Described(
+                    job=fence.job,
+                    step=step,
+                    consumed_samples=parts.state.consumed_samples,
+                    incarnation=fence.incarnation,
+                    created=created,
+                    description=description.describe(parts.config, parts.vocabulary),
+                )
+                published.commit(work, target, fence=fence, described=described, on_stage=stage)
     finally:
         if main:
             published.remove_tree(work)
     return target
-
-
-def commit(
-    work: Path,
-    target: Path,
-    *,
-    fence: Fence,
-    state: TrainState,
-    created: float,
-    on_stage: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Turn a finished work directory into the published ``target`` and move ``latest``.
-
-    If the step is published already and verifies, that one stays: a replayed step has the same content.
-
-    Raises:
-        FencedError: a newer incarnation has taken over.
-    """
-    folder = target.parent
-    with published.locked(folder):
-        published.check_fence(folder, fence)
-        if not ((target / manifest.NAME).exists() and not published.examine(target, state.step)):
-            on_stage("rename")
-            published.remove_tree(target)
-            work.rename(target)
-            on_stage("publish")
-            try:
-                manifest.publish(
-                    target,
-                    job=fence.job,
-                    step=state.step,
-                    consumed_samples=state.consumed_samples,
-                    incarnation=fence.incarnation,
-                    created=created,
-                )
-            except BaseException:
-                published.remove_tree(target)
-                raise
-        on_stage("latest")
-        published.move_latest(folder, target.name)
 
 
 def load(path: Path, parts: Parts) -> TrainState:
@@ -214,4 +156,3 @@ def load(path: Path, parts: Parts) -> TrainState:
     except Exception as error:
         raise BadInputError(f"{path}: does not fit this model: {type(error).__name__}: {error}") from error
     return restore(parts, loaded)
-

@@ -67,14 +67,15 @@ class DistReader:
             raise UnreadableError(f"{path}: not a distributed checkpoint's metadata ({error})") from error
 
     def read(self, key: str, where: Sequence[slice | int] = ()) -> torch.Tensor:
-        """A global tensor, or the part of it that ``where`` cuts out (ints drop their axis); only what is needed is read.
+        """A global tensor, or what ``where`` cuts out of it (ints drop their axis); only what is needed is read.
 
         Raises:
             KeyError: no such tensor.
             UnreadableError: a chunk is missing or broken.
         """
         described = self.tensors[key]
-        bounds = [_bounds(size, where[axis] if axis < len(where) else slice(None)) for axis, size in enumerate(described.shape)]
+        wanted = [*where, *[slice(None)] * (len(described.shape) - len(where))]
+        bounds = [_bounds(size, part) for size, part in zip(described.shape, wanted, strict=True)]
         out = torch.empty([stop - start for start, stop in bounds], dtype=described.dtype)
         filled = 0
         for chunk in self._chunks[key]:
@@ -92,7 +93,7 @@ class DistReader:
             filled += out[target].numel()
         if filled != out.numel():
             raise UnreadableError(f"{self.folder}: {key}: only {filled} of {out.numel()} elements are in the files")
-        return out[tuple(0 if isinstance(part, int) else slice(None) for part in where)]
+        return out[tuple(0 if isinstance(part, int) else slice(None) for part in wanted)]
 
     def _record(self, chunk: _Chunk) -> torch.Tensor:
         path = self.folder / chunk.file

@@ -193,5 +193,3 @@ def read_dist(state_dict: dict[str, Any], folder: Path) -> dict[str, Any]:
     with quiet_torch():
         loaded: dict[str, Any] = dist_checkpointing.load(state_dict, str(folder))
     return loaded
-
-

@@ -11,11 +11,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner import manifest
+from planner import manifest, retention
 from planner.errors import BadInputError, FencedError
 from planner.files import fsync_dir, write_atomic, write_json
 
@@ -182,6 +182,56 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def commit(
+    work: Path,
+    target: Path,
+    *,
+    fence: Fence | None,
+    described: manifest.Described,
+    latest: bool = True,
+    on_stage: Callable[[str], None] = lambda name: None,
+    describe: manifest.DescribeFiles | None = None,
+) -> bool:
+    """Turn a finished work directory into the published ``target``: rename, then the manifest; under the lock.
+
+    If ``target`` is published already and verifies, it stays: a replayed step has the same content, and
+    somebody may be reading it.
+
+    Args:
+        work: finished directory beside ``target``.
+        target: ``step-XXXXXXXX`` or ``step-XXXXXXXX.hf``.
+        fence: the right to publish, checked inside the lock; None for what needs none (exports).
+        described: what the manifest says besides the files.
+        latest: let ``latest`` name the step afterwards; not for exports.
+        on_stage: called with ``rename``, ``publish`` and ``latest`` before each begins.
+        describe: hashes the files another way (the persister reads around the page cache).
+
+    Returns:
+        Whether the work directory was used.
+
+    Raises:
+        FencedError: a newer incarnation has taken over.
+    """
+    with locked(target.parent):
+        if fence is not None:
+            check_fence(target.parent, fence)
+        used = not (target / manifest.NAME).exists() or bool(examine(target, described.step))
+        if used:
+            on_stage("rename")
+            remove_tree(target)
+            work.rename(target)
+            on_stage("publish")
+            try:
+                manifest.publish_described(target, described, describe)
+            except BaseException:
+                remove_tree(target)
+                raise
+        if latest:
+            on_stage("latest")
+            move_latest(target.parent, target.name)
+    return used
+
+
 def clear_debris(folder: Path) -> list[Path]:
     """Remove what crashed writers left: hidden work directories and step directories without a manifest.
 
@@ -196,3 +246,48 @@ def clear_debris(folder: Path) -> list[Path]:
             remove_tree(entry)
             removed.append(entry)
     return removed
+
+
+def apply_retention(
+    folder: Path,
+    *,
+    keep: int,
+    keep_every: int | None,
+    newest_verified: int | None,
+    protected: Collection[int] = (),
+) -> list[Path]:
+    """Delete what :func:`planner.retention.deletable` allows, each with its export, oldest first; what was deleted.
+
+    Called by the holder of the fence after a publication, never before it. ``newest_verified`` is normally the
+    step just published, whose bytes have been read back.
+    """
+    found = dict(published(folder))
+    steps = retention.deletable(
+        found, keep=keep, keep_every=keep_every, newest_verified=newest_verified, protected=protected
+    )
+    for step in steps:
+        remove_tree(found[step])
+        remove_tree(found[step].with_name(manifest.step_dir_name(step, export=True)))
+    return [found[step] for step in steps]
+
+
+def retire_after(folder: Path, step: int) -> list[Path]:
+    """Take the checkpoints above ``step`` out of the count (a roll-back goes to an earlier state on purpose).
+
+    Each is renamed to ``retired-…`` with its content, so that a recovery does not pick it and a person still can.
+    """
+    retired = []
+    for newer, path in published(folder):
+        if newer > step:
+            place = folder / f"retired-{path.name}"
+            remove_tree(place)
+            path.rename(place)
+            retired.append(place)
+    if retired:
+        kept = published(folder)
+        if kept:
+            move_latest(folder, kept[-1][1].name)
+        else:
+            (folder / LATEST).unlink(missing_ok=True)
+        fsync_dir(folder)
+    return retired

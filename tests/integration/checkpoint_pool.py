@@ -1,0 +1,121 @@
+"""A pool of rank processes for checkpoint tests: start once, re-join in any layout, kill, collect answers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("checkpoint_rank.py")
+
+
+class RankFailedError(AssertionError):
+    """A rank answered with an error."""
+
+
+class Member:
+    """One rank process and its two pipes."""
+
+    def __init__(self, log: Path) -> None:
+        read, write = os.pipe()
+        self.log = log
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(write)],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                pass_fds=(write,),
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        os.close(write)
+        self._read = read
+        self._buffer = b""
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Give a command without waiting for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write((json.dumps({"do": do} | arguments) + "\n").encode())
+        self.process.stdin.flush()
+
+    def answer(self, seconds: float = 90) -> Any:
+        """The next answer; raises when the rank failed, died or took too long."""
+        end = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self._read], [], [], left)[0]:
+                raise TimeoutError(f"no answer after {seconds} s\n{self.tail()}")
+            chunk = os.read(self._read, 1 << 20)
+            if not chunk:
+                raise RankFailedError(f"rank died with {self.process.wait()}\n{self.tail()}")
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message = json.loads(line)
+        if "error" in message:
+            raise RankFailedError(f"{message['error']}\n{message['traceback']}")
+        return message.get("value")
+
+    def tail(self) -> str:
+        """The last lines of the rank's output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+    def kill(self) -> None:
+        """End the process and whatever it started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._read)
+
+
+class Pool:
+    """Ranks that can form any layout of up to ``size`` processes."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._prefix = itertools.count()
+        self.members = [Member(folder / f"rank-{index}.log") for index in range(size)]
+        for member in self.members:
+            member.answer()
+        self.active: list[Member] = []
+
+    def join(self, tensor: int = 1, pipeline: int = 1, data: int = 1, **overrides: Any) -> None:
+        """Form a layout from the first ranks; model and optimizer start from the seed."""
+        world = tensor * pipeline * data
+        for member in self.active[world:]:
+            member.send("leave")
+        for member in self.active[world:]:
+            member.answer()
+        self.active = self.members[:world]
+        prefix = f"pool/{next(self._prefix)}"
+        for rank, member in enumerate(self.active):
+            member.send(
+                "join", rank=rank, world=world, tensor=tensor, pipeline=pipeline, port=self._store.port, prefix=prefix,
+                **overrides,
+            )  # fmt: skip
+        for member in self.active:
+            member.answer()
+
+    def all(self, do: str, seconds: float = 90, **arguments: Any) -> list[Any]:
+        """Run one command on every active rank and return the answers in rank order."""
+        for member in self.active:
+            member.send(do, **arguments)
+        return [member.answer(seconds) for member in self.active]
+
+    def train(self, steps: int) -> list[float]:
+        """Train; the losses as rank 0 knows them."""
+        return list(self.all("train", steps=steps)[0])
+
+    def close(self) -> None:
+        """End all ranks."""
+        for member in self.members:
+            member.kill()
