@@ -1,0 +1,99 @@
+"""Progress lines: what step was reached when, and whether the loss left its band (pure)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from pretrain.diagnosis.reading import LogLine
+
+_STEP = re.compile(r"\b(?:iteration|iter|step)s?[ :=]+(\d+)(?:\s*/\s*(\d+))?", re.I)
+_LOSS = re.compile(r"\b(?:lm |train(?:ing)? |total )?loss[ :=]+([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))", re.I)
+_NOT_PROGRESS = re.compile(r"(?i)error|exception|traceback|checkpoint|saving|loading|failed|warning|validation|skipp")
+
+WINDOW = 50
+BAND = 8.0
+"""Deviations (scaled median absolute) that a loss may be off the window's median."""
+LEAST_RISE = 0.25
+"""Relative rise over the median below which nothing is a spike, however quiet the window was."""
+LASTING = 3
+"""Progress lines in a row outside the band that make a spike a lasting one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One progress line: step, loss (None where it shows none), the line's number and time."""
+
+    step: int
+    loss: float | None
+    file: str
+    number: int
+    time: float | None
+
+
+def parse(line: LogLine, time: float | None) -> Progress | None:
+    """The progress that a line reports, or None."""
+    text = line.text
+    match = _STEP.search(text)
+    if match is None:
+        return None
+    loss = _LOSS.search(text)
+    if loss is None and (match.group(2) is None or _NOT_PROGRESS.search(text)):
+        return None
+    return Progress(int(match.group(1)), float(loss.group(1)) if loss else None, line.file, line.number, time)
+
+
+@dataclass
+class Course:
+    """The run so far, in bounded memory: the last progress, the usual interval, and a spike that lasts.
+
+    Robust detection as Acme asks for (section 6.1): median and scaled median absolute deviation over a window.
+    """
+
+    count: int = 0
+    last: Progress | None = None
+    not_finite: Progress | None = None
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _outside: list[Progress] = field(default_factory=list)
+
+    def feed(self, progress: Progress) -> bool:
+        """Take in a progress line; True if it is news (a later step than the last one)."""
+        fresh = self.last is None or progress.step > self.last.step
+        if self.last is not None and fresh and progress.time is not None and self.last.time is not None:
+            self._gaps.append(progress.time - self.last.time)
+        if progress.loss is not None:
+            self._judge(progress, progress.loss)
+        if fresh:
+            self.count += 1
+        if fresh or (self.last is not None and progress.step < self.last.step):
+            self.last = progress
+        return fresh
+
+    def _judge(self, progress: Progress, loss: float) -> None:
+        if not math.isfinite(loss):
+            self.not_finite = self.not_finite or progress
+            return
+        if len(self._losses) >= 8 and self._is_outside(loss):
+            self._outside.append(progress)
+            if len(self._outside) > 4 * WINDOW:
+                del self._outside[WINDOW:-WINDOW]
+            return
+        self._outside.clear()
+        self._losses.append(loss)
+
+    def _is_outside(self, loss: float) -> bool:
+        middle = median(self._losses)
+        spread = 1.4826 * median(abs(value - middle) for value in self._losses)
+        return loss - middle > max(BAND * spread, LEAST_RISE * abs(middle))
+
+    def spike(self) -> list[Progress]:
+        """Progress lines since the loss left its band for good; empty if it did not, or came back."""
+        return self._outside if len(self._outside) >= LASTING else []
+
+    def usual_gap(self) -> float | None:
+        """Median seconds between progress lines, or None with too few times."""
+        return median(self._gaps) if len(self._gaps) >= 2 else None

@@ -1,0 +1,409 @@
+"""The decision: of all alarming lines, which one is the cause (pure, apart from reading the lines it is fed).
+
+The strongest kind of evidence wins; among kinds of about equal strength the earliest on the timeline does. What a job
+outlived (progress went on after it) is no cause, unless it is of the latent sort that shows first and kills later.
+Cascades explain nothing by themselves: they name a root only when there is no other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from pretrain.diagnosis.origin import OriginMap, find_node, find_rank, find_time
+from pretrain.diagnosis.progress import Course, Progress, parse
+from pretrain.diagnosis.reading import LogLine
+from pretrain.diagnosis.rules import Role, Rule, classes, exception_of, shipped_rules
+
+NEAR = 14
+"""Strengths this close count as equal: then the earlier line wins."""
+OUTLIVED = 2
+"""Progress lines after an evidence that show the job outlived it."""
+MAX_EVIDENCE = 4000
+_SECTION = re.compile(
+    r"^\W*(?:(?:dmesg|kernel|journalctl|kern\.log|syslog)\b|.*\b(?:dmesg|journalctl|kernel ring buffer|kernel log)\b)",
+    re.I,
+)
+_SECTION_HOST = re.compile(r"(?:[@(:]|\bof|\bon|\bfrom|\bhost|\bnode)\s*\(?([A-Za-z][\w.-]*\d[\w.-]*)")
+_KERNEL_LINE = re.compile(r"^(?:\[\w{3} \w{3} +\d+ |\[ *\d+\.\d{6}\]|\w{3} +\d+ \d\d:\d\d:\d\d \S+ kernel:|kern\w* *:)")
+_LOGGED = re.compile(r"^(?:\S+ )?(?:\[?(?:WARNING|WARN|INFO|DEBUG)\b|.{0,40}\b(?:WARNING|WARN|INFO)[:\] ])")
+_HANDLED = re.compile(
+    r"(?i)\b(?:falling back|will retry|retrying|skipped|skipping|ignored|ignoring|optional|caught|handled|recovered|not installed, )\b"
+)
+_ENDED_WELL = re.compile(
+    r"(?i)training (?:is )?(?:done|complete|finished)|after training is done|exiting program (?:at|after)|exit(?:ed|ing)?(?: with)?"
+    r"(?: exit)?[- ]?code:? ?0\b|job (?:\S+ )?(?:completed|finished)(?: successfully)?|successfully (?:finished|completed)"
+    r"|exit-duration|planned exit|State=COMPLETED"
+)
+_BAD_END = re.compile(
+    r"(?i)ChildFailedError|exitcode ?:? -?[1-9]\d*|exit(?:ed)? (?:with )?(?:exit )?code:? [1-9]\d*|CANCELLED AT|Job step aborted"
+    r"|\bFAILED\b|Terminated$|Aborted|core dumped|Segmentation fault"
+)
+_FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\)")
+_SUMMARY_RANK = re.compile(r"^\s*(?:\S+\s+)?rank\s+: (\d+) \(local_rank")
+_PID = re.compile(r"\bpid[=: ]+'?(\d+)|Killed process (\d+)|\(pid (\d+)\)")
+_SEQUENCE = re.compile(r"\[?Rank (\d+)\].*?(?:SeqNum=(\d+)|last enqueued NCCL work: (\d+))")
+_STUCK = re.compile(r"got stuck for \d+ seconds without making progress")
+_NAMED_ERROR = re.compile(r"(?i)\b\w+error: ")
+_PEER = re.compile(r"(?:peer|remote|from|to) [\[(]?([A-Za-z][\w.-]*\d[\w.-]*)(?:[<:]|\]:\d|, \d+\))")
+_VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d{4,}|\d+:\d\d:\d\d(?:\.\d+)?|(?<=rank)\d+|(?<=default)\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One alarming line and what it is taken for."""
+
+    line: LogLine
+    order: tuple[float, int]
+    role: Role
+    root: str | None
+    strength: int
+    name: str
+    rank: int | None
+    node: str | None
+    latent: bool = False
+    severity: str | None = None
+    action: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The answer for one file (or one set of files); the shape of ``planaria diagnose --json``."""
+
+    file: str
+    root: str
+    node: str | None = None
+    rank: int | None = None
+    evidence: tuple[int, ...] = ()
+    confidence: float
+    severity: str
+    category: str
+    action: str
+    explanation: str
+    method: str
+    cascades: tuple[tuple[str, int], ...] = ()
+    """Name and number of lines of each cascade; not part of the JSON contract."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of DESIGN.md."""
+        return {
+            "file": self.file, "root": self.root, "category": self.category, "severity": self.severity,
+            "node": self.node, "rank": self.rank, "evidence": list(self.evidence),
+            "confidence": round(self.confidence, 3), "action": self.action, "explanation": self.explanation,
+            "method": self.method,
+        }  # fmt: skip
+
+
+@lru_cache(maxsize=50_000)
+def _kind(template: str, text: str) -> tuple[Rule | None, str | None, int]:
+    del template
+    best: Rule | None = None
+    for rule in shipped_rules():
+        if rule.matches(text):
+            if rule.role in (Role.ADVICE, Role.RECOVERED, Role.CONFIRMATION):
+                return rule, None, 0
+            if best is None or (rule.role is Role.ROOT, rule.strength) > (best.role is Role.ROOT, best.strength):
+                best = rule
+    exceptional = exception_of(text)
+    if exceptional is None:
+        return best, None, 0
+    generic = exceptional.root in ("runtime_error", "os_error", "connection_error")
+    return best, exceptional.root, 48 if generic else 62
+
+
+class _KindCache:
+    """What a line is, remembered per template: lines that differ only in numbers are judged once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Rule | None, str | None, int]] = {}
+
+    def __call__(self, text: str) -> tuple[Rule | None, str | None, int]:
+        template = _VARIABLE.sub("#", text)
+        found = self._known.get(template)
+        if found is None:
+            if len(self._known) > 50_000:
+                self._known.clear()
+            found = self._known[template] = _kind.__wrapped__(template, text)
+        return found
+
+
+@dataclass
+class Collector:
+    """Takes the signal lines of one log in order and keeps what the decision needs, in bounded memory."""
+
+    file: str
+    evidence: list[Evidence] = field(default_factory=list)
+    origins: OriginMap = field(default_factory=OriginMap)
+    course: Course = field(default_factory=Course)
+    ended_well: int | None = None
+    bad_end: int | None = None
+    time_limit: bool = False
+    cut: bool = False
+    lines: int = 0
+    cascades: dict[str, int] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    first_failure_rank: int | None = None
+    last_time: float | None = None
+    progress_marks: list[tuple[int, int]] = field(default_factory=list)
+    sequences: dict[int, int] = field(default_factory=dict)
+    _section: str | None = None
+    _await_rank: bool = False
+    _year: int | None = None
+    _kinds: _KindCache = field(default_factory=_KindCache)
+
+    def feed(self, line: LogLine) -> None:
+        """Take in one signal line."""
+        text = line.text
+        if "iteration" in text or "step" in text or "iter " in text:
+            progress = parse(line, None)
+            if progress is not None:
+                self._advance(line, text)
+                return
+        self._notice(line, text)
+
+    def _advance(self, line: LogLine, text: str) -> None:
+        when = self._time(text)
+        progress = parse(line, when)
+        assert progress is not None
+        self._section = None
+        if self.course.feed(progress):
+            self.progress_marks.append((line.number, progress.step))
+            if len(self.progress_marks) > 2 * OUTLIVED + 2:
+                del self.progress_marks[0]
+            self._forget_outlived()
+
+    def _forget_outlived(self) -> None:
+        """Drop evidence that ``OUTLIVED`` steps came after: memory stays bounded on endless logs."""
+        if len(self.progress_marks) <= OUTLIVED or not self.evidence:
+            return
+        border = self.progress_marks[-OUTLIVED][0]
+        if self.evidence[0].line.number < border:
+            self.evidence = [item for item in self.evidence if item.latent or item.line.number >= border]
+
+    def _time(self, text: str) -> float | None:
+        when = find_time(text, self._year)
+        if when is not None:
+            if self._year is None and re.search(r"20\d\d", text[:80]):
+                self._year = int(re.search(r"20\d\d", text[:80]).group())  # type: ignore[union-attr]
+            self.last_time = when if self.last_time is None else max(when, self.last_time)
+        return when
+
+    def _notice(self, line: LogLine, text: str) -> None:
+        self.origins.feed(text)
+        self._summary(text)
+        if _SECTION.match(text) and (host := _SECTION_HOST.search(text)):
+            self._section = host.group(1).rstrip(".-")
+            return
+        kernel = _KERNEL_LINE.match(text) is not None
+        if not kernel and self._section is not None and text.strip():
+            self._section = None
+        if _STUCK.search(text) and (rank := find_rank(text)) is not None:
+            self.stuck.add(rank)
+        rule, by_type, strength = self._kinds(text)
+        if _ENDED_WELL.search(text):
+            self.ended_well = line.number
+        if _BAD_END.search(text):
+            self.bad_end = line.number
+        if rule is None and by_type is None:
+            return
+        self._add(line, text, rule, by_type, strength)
+
+    def _summary(self, text: str) -> None:
+        if _FIRST_FAILURE.search(text):
+            self._await_rank = True
+        elif self._await_rank and (match := _SUMMARY_RANK.match(text)):
+            self.first_failure_rank, self._await_rank = int(match.group(1)), False
+
+    def _add(self, line: LogLine, text: str, rule: Rule | None, by_type: str | None, strength: int) -> None:
+        when = self._time(text)
+        if rule is not None and rule.role is Role.CONFIRMATION:
+            self.time_limit = self.time_limit or rule.name == "time-limit"
+            return
+        if rule is not None and rule.role in (Role.ADVICE, Role.RECOVERED):
+            return
+        if (by_type is not None or not (rule and rule.latent)) and (_LOGGED.match(text) and _HANDLED.search(text)):
+            return
+        if by_type is not None and _LOGGED.match(text) and rule is None:
+            return
+        if len(self.evidence) >= MAX_EVIDENCE:
+            return
+        if match := _SEQUENCE.search(text):
+            self.sequences.setdefault(int(match.group(1)), int(match.group(2) or match.group(3)))
+        is_root = rule is not None and rule.role is Role.ROOT
+        if rule is not None and not is_root:
+            self.cascades[rule.name] = self.cascades.get(rule.name, 0) + 1
+        if rule is not None and (is_root or by_type is None or rule.role is Role.CASCADE):
+            kind = (rule.role, rule.root, rule.strength, rule.name, rule.latent, rule.severity, rule.action)
+        else:
+            kind = (Role.ROOT, by_type, strength, f"exception {by_type}", False, None, None)
+        role, root, strength, name, latent, severity, action = kind
+        order = (when if when is not None else (self.last_time or 0.0), line.number)
+        self.evidence.append(Evidence(line, order, role, root, strength, name, find_rank(text), self._node(text),
+                                      latent, severity, action))  # fmt: skip
+
+    def _node(self, text: str) -> str | None:
+        return find_node(text) or (self._section if _KERNEL_LINE.match(text) else None)
+
+
+def decide(collected: Collector) -> Verdict:
+    """The root cause of one log."""
+    roots = [item for item in collected.evidence if item.role is Role.ROOT]
+    roots = [item for item in roots if not _outlived(item, collected)]
+    roots = [item for item in roots if not _is_late_echo(item, collected)]
+    if roots:
+        return _from_roots(roots, collected)
+    spike = collected.course.spike()
+    if spike:
+        return _verdict(collected, "loss_spike", [item.number for item in spike[:2]], 0.8)
+    last = collected.course.last
+    if collected.time_limit and last is not None and _stalled(collected, last):
+        return _verdict(collected, "task_hang", [last.number], 0.85)
+    echoes = [item for item in collected.evidence if item.role is Role.CASCADE and item.root is not None]
+    echoes = [item for item in echoes if not _outlived(item, collected)]
+    if echoes:
+        return _from_echoes(echoes, collected)
+    if _is_fine(collected):
+        return _verdict(collected, "none", [], 0.9)
+    return _verdict(collected, "unknown", [], 0.3)
+
+
+def _outlived(item: Evidence, collected: Collector) -> bool:
+    if item.latent:
+        return collected.bad_end is None and collected.ended_well is not None
+    return sum(number > item.line.number for number, _ in collected.progress_marks) >= OUTLIVED
+
+
+def _is_late_echo(item: Evidence, collected: Collector) -> bool:
+    """A peer's connection trouble *after* the first collective failed explains nothing that was before it."""
+    if item.strength >= 40 or item.root == "task_hang":
+        return False
+    return any(
+        other.role is Role.CASCADE
+        and other.root is not None
+        and other.order < item.order
+        and not _outlived(other, collected)
+        for other in collected.evidence
+    )
+
+
+def _stalled(collected: Collector, last: Progress) -> bool:
+    gap = collected.course.usual_gap()
+    if last.time is None or collected.last_time is None or gap is None:
+        return True
+    return collected.last_time - last.time > 3 * gap
+
+
+def _is_fine(collected: Collector) -> bool:
+    after = collected.course.last.number if collected.course.last else 0
+    if (
+        collected.bad_end is not None
+        and collected.bad_end > after
+        and not (collected.ended_well is not None and collected.ended_well > after)
+    ):
+        return False
+    ended = collected.ended_well is not None and collected.ended_well > after
+    return ended or not collected.cut
+
+
+def _from_roots(roots: list[Evidence], collected: Collector) -> Verdict:
+    strongest = max(item.strength for item in roots)
+    near = [item for item in roots if item.strength >= strongest - NEAR]
+    first = min(near, key=lambda item: item.order)
+    if first.strength < strongest and first.root != max(near, key=lambda item: item.strength).root:
+        stronger = [item for item in near if item.strength == strongest]
+        if strongest >= 70 and first.strength < 70:
+            first = min(stronger, key=lambda item: item.order)
+    same = [item for item in roots if item.root == first.root]
+    if first.rank is None and first.strength < 50:
+        spoken = [item for item in same if item.rank is not None and _NAMED_ERROR.search(item.line.text)]
+        first = min(spoken, key=lambda item: item.order, default=first)
+    lines = sorted({item.line.number for item in same if item.line.file == first.line.file})
+    rivals = {item.root for item in near} - {first.root}
+    confidence = min(0.99, 0.6 + first.strength / 250) - 0.1 * min(2, len(rivals))
+    rank = _rank(first, same, collected)
+    return _verdict(
+        collected, str(first.root), _first_lines(first, lines), confidence, rank=rank, node=_place(first, same, rank, collected),
+        severity=first.severity, action=first.action,
+    )  # fmt: skip
+
+
+def _first_lines(first: Evidence, lines: list[int]) -> list[int]:
+    return [first.line.number, *[number for number in lines if number != first.line.number]][:8]
+
+
+def _rank(first: Evidence, same: list[Evidence], collected: Collector) -> int | None:
+    ranks = {item.rank for item in same if item.rank is not None and item.name == first.name}
+    if len(ranks) > 2:
+        return None
+    if first.rank is not None:
+        return first.rank
+    for item in same:
+        match = _PID.search(item.line.text)
+        pid = int(next(group for group in match.groups() if group)) if match else None
+        if pid in collected.origins.pids:
+            return collected.origins.pids[pid]
+    by_device = collected.origins.rank_of_device(first.node, first.line.text)
+    if by_device is not None or len(ranks) == 1:
+        return by_device if by_device is not None else ranks.pop()
+    if not ranks and (first.strength < 80 or first.root == "host_out_of_memory") and len(same) <= 3:
+        return collected.first_failure_rank
+    return None
+
+
+def _place(first: Evidence, same: list[Evidence], rank: int | None, collected: Collector) -> str | None:
+    if first.node is not None:
+        return first.node
+    if rank is not None:
+        return collected.origins.node_of_rank.get(rank)
+    nodes = {item.node for item in same if item.node is not None} or {_peer([item]) for item in same} - {None}
+    return nodes.pop() if len(nodes) == 1 else None
+
+
+def _from_echoes(echoes: list[Evidence], collected: Collector) -> Verdict:
+    strongest = max(item.strength for item in echoes)
+    same = [item for item in echoes if item.strength == strongest]
+    named = [item for item in same if _NAMED_ERROR.search(item.line.text)]
+    first = min(named or same, key=lambda item: item.order)
+    rank = _lagging(collected) if first.root == "nccl_timeout" else None
+    if first.root == "nccl_timeout":
+        first = next((item for item in same if rank is not None and item.rank == rank), first)
+    node = collected.origins.node_of_rank.get(rank) if rank is not None else _peer(same)
+    return _verdict(collected, str(first.root), _first_lines(first, [item.line.number for item in same]), 0.6,
+                    rank=rank, node=node)  # fmt: skip
+
+
+def _peer(same: Iterable[Evidence]) -> str | None:
+    for item in same:
+        match = _PEER.search(item.line.text)
+        if match:
+            return match.group(1)
+    return None
+
+
+def _lagging(collected: Collector) -> int | None:
+    """The one rank whose watchdog is stuck, or whose collective count is behind all others', or None."""
+    if len(collected.stuck) == 1:
+        return next(iter(collected.stuck))
+    if len(collected.sequences) < 2:
+        return None
+    least = min(collected.sequences.values())
+    behind = [rank for rank, number in collected.sequences.items() if number == least]
+    return behind[0] if len(behind) == 1 and len(set(collected.sequences.values())) > 1 else None
+
+
+def _verdict(
+    collected: Collector, root: str, lines: list[int], confidence: float, *, rank: int | None = None,
+    node: str | None = None, severity: str | None = None, action: str | None = None, method: str | None = None,
+) -> Verdict:  # fmt: skip
+    known = classes()[root]
+    if root == "out_of_memory" and severity is None and collected.course.count > 1:
+        severity, action = "SEV2", "restart; memory grew during the run, or another process holds the device"
+    return Verdict(
+        file=collected.file, root=root, node=node, rank=rank, evidence=tuple(lines), confidence=confidence,
+        severity=severity or known.severity, category=known.category, action=action or known.action,
+        explanation=known.explanation, method=method or ("none" if root in ("none", "unknown") else "rule"),
+        cascades=tuple(sorted(collected.cascades.items())),
+    )  # fmt: skip
