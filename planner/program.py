@@ -1,0 +1,273 @@
+"""The exact program behind every plan: choose one count per job, maximise the sum of values within a capacity.
+
+``S(i, j) = max_k S(i−1, j−k) + G(i, k)`` (Unicron, arXiv 2401.00134), over the listed counts alone, with numpy
+along the slots. Ties are part of the problem (DESIGN.md): among all plans whose value is within 1e-12 (relative)
+of the best, the one with the fewest changed jobs, then the fewest slots, then the smallest counts in name order.
+A tolerance is no order, so it cannot be folded into the comparison of single states; it is met in two stages.
+
+1. *Bounds.* ``P[i][u]``: the most that the first i jobs are worth within u slots. The best value is ``P[m][n]``,
+   and a state of the later jobs is on the way to a tied plan only if its value plus ``P`` reaches the threshold
+   best − ε. Without near ties about one state a job survives, so everything after the bounds is nearly free.
+2. *Settling.* Going from the last job to the first over surviving states, each change costs λ > ε. Let L be the
+   best ``value − λ·changes``. Any tied plan has at least ``c* = ⌈(best − ε − L)/λ⌉`` changes; with c* known, the
+   smallest number of slots, and then job by job the smallest count, whose rest can still reach
+   ``best − ε − λ·c*`` are found: whatever is refused on the way is proven to lie on no tied plan. If the plan
+   found is itself within ε with c* changes, it is therefore *the* plan. That fails only if some plan loses
+   between ε and λ·m, and then :mod:`planner.exact_ties` keeps the number of changes as a dimension of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner import exact_ties
+from planner.rows import Row
+
+Floats = NDArray[np.float64]
+
+TIE = 1e-12
+"""Relative distance from the best value within which plans are tied (DESIGN.md)."""
+CELLS = 250_000_000
+"""Most jobs × slots (in units) that are held at once: 2 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What one job can be given: ascending ``counts`` that begin with 0, and the value (FLOP) of each.
+
+    ``current`` is the count that is no change; None means that no count is one (slots held in reserve).
+    """
+
+    name: str
+    counts: NDArray[np.int64]
+    values: Floats
+    current: int | None
+
+    def changed(self) -> NDArray[np.bool_]:
+        """Which of the counts change the job."""
+        if self.current is None:
+            return np.zeros(len(self.counts), dtype=np.bool_)
+        return np.not_equal(self.counts, self.current)
+
+    def without(self, count: int) -> Options:
+        """The same choices less one; 0 stays in the list, at a value that is never taken, if it is the one."""
+        if count == 0:
+            values = self.values.copy()
+            values[0] = -inf
+            return Options(self.name, self.counts, values, self.current)
+        keep = self.counts != count
+        return Options(self.name, self.counts[keep], self.values[keep], self.current)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The chosen count of each job and the sum of the values, added in name order."""
+
+    counts: Mapping[str, int]
+    value: float
+
+
+def order(option: Options) -> tuple[bool, str]:
+    """Sort key of options in a program: by name, the reserve last (the list of (name, count) has no such entry)."""
+    return option.current is None, option.name
+
+
+class TooLargeError(ValueError):
+    """The program does not fit in memory."""
+
+
+def unit_of(options: Sequence[Options]) -> int:
+    """The largest number of slots that divides every count: planning in nodes of 8 is 8 times less work."""
+    unit = 0
+    for option in options:
+        for count in option.counts.tolist():
+            unit = gcd(unit, count)
+            if unit == 1:
+                return 1
+    return unit or 1
+
+
+def prefix_bounds(options: Sequence[Options], size: int) -> Floats:
+    """``P[i][u]``: the most that the first i options are worth within u units; shape (m+1, size+1)."""
+    table: Floats = np.empty((len(options) + 1, size + 1))
+    table[0] = 0.0
+    buffer: Floats = np.empty(size + 1)
+    for before, after, option in zip(table, table[1:], options, strict=False):
+        values = option.values.tolist()
+        best = values[0]
+        np.add(before, best, out=after)
+        for count, value in zip(option.counts.tolist()[1:], values[1:], strict=True):
+            if count > size:
+                break
+            if value <= best:
+                continue  # a smaller count is worth as much, so this one cannot raise a bound
+            best = value
+            rest = size + 1 - count
+            np.add(before[:rest], value, out=buffer[:rest])
+            np.maximum(after[count:], buffer[:rest], out=after[count:])
+    return table
+
+
+class Program:
+    """Options in name order and the capacity, both in units; the bounds are computed once, on first use.
+
+    ``room_for`` names options that are no part of the program yet but may be spliced in later.
+    """
+
+    def __init__(self, options: Sequence[Options], capacity: int, room_for: Sequence[Options] = ()) -> None:
+        everything = [*options, *room_for]
+        self.unit = unit_of(everything)
+        # What is held in reserve (no current count) comes last: the list of (name, count) has no such entry.
+        self.options = [self.in_units(option) for option in sorted(options, key=order)]
+        most = sum(int(option.counts[-1]) for option in everything) // self.unit
+        self.size = min(capacity // self.unit, most)
+        if (len(options) + 1) * (self.size + 1) > CELLS:
+            raise TooLargeError(
+                f"{len(options)} jobs × {self.size} units of {self.unit} slots is above {CELLS} cells; "
+                "list counts that are multiples of a node"
+            )
+
+    def in_units(self, option: Options) -> Options:
+        """``option`` counted in this program's units."""
+        current = option.current
+        if current is not None:
+            # -1 equals no count: a present count that is no multiple of the unit is not listed.
+            current = current // self.unit if current % self.unit == 0 else -1
+        return Options(option.name, option.counts // self.unit, option.values, current)
+
+    @cached_property
+    def prefix(self) -> Floats:
+        """See :func:`prefix_bounds`."""
+        return prefix_bounds(self.options, self.size)
+
+    def solve(self) -> Solution:
+        """The one plan that DESIGN.md's order puts first."""
+        best = float(self.prefix[-1, self.size])
+        limits = Limits.of(best, self.prefix, self.options)
+        rows = {len(self.options): Row.single(0, 0.0)}
+        found = settle(self.options, self.prefix, limits, rows, len(self.options))
+        if found is None:
+            found = exact_ties.settle(self.options, self.prefix, limits.best, limits.threshold)
+        return self.solution(self.options, found)
+
+    def solution(self, options: Sequence[Options], choice: Sequence[int]) -> Solution:
+        """``choice`` (an index per option) as counts in slots."""
+        value = 0.0
+        counts: dict[str, int] = {}
+        for option, index in zip(options, choice, strict=True):
+            value += float(option.values[index])
+            counts[option.name] = int(option.counts[index]) * self.unit
+        return Solution(counts, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The numbers that decide a tie: the best value, how far below it still ties, the price of a change."""
+
+    best: float
+    tie: float  #: ε
+    noise: float  #: bound of the rounding of sums
+    change: float  #: λ
+
+    @property
+    def threshold(self) -> float:
+        """A plan is tied if its value reaches this."""
+        return self.best - self.tie - self.noise
+
+    @classmethod
+    def of(cls, best: float, prefix: Floats, options: Sequence[Options], change: float | None = None) -> Limits:
+        """For a best value; ``change`` is λ where one is already built into stored rows."""
+        tie = TIE * abs(best)
+        noise = rounding(prefix, options)
+        return cls(best, tie, noise, change if change is not None else price_of_change(tie, noise))
+
+    @property
+    def sound(self) -> bool:
+        """Whether λ separates numbers of changes."""
+        return self.change >= 2 * (self.tie + self.noise)
+
+
+def rounding(prefix: Floats, options: Sequence[Options]) -> float:
+    """Bound of the rounding error of a sum of one value per option."""
+    ends = (abs(float(prefix[-1, 0])), abs(float(prefix[-1, -1])))
+    largest = max((float(np.abs(o.values[np.isfinite(o.values)]).max(initial=0.0)) for o in options), default=0.0)
+    return 2.0**-53 * (len(options) + 2) * max(*(end for end in ends if end < inf), largest, 0.0)
+
+
+def price_of_change(tie: float, noise: float) -> float:
+    """λ: four times what may be lost in a tie, or anything positive where nothing may be."""
+    return 4 * max(tie, 4 * noise) or 1.0
+
+
+def gains(option: Options, change: float) -> Floats:
+    """Values less λ for each count that is a change."""
+    return option.values - change * option.changed()
+
+
+def settle(
+    options: Sequence[Options], prefix: Floats, limits: Limits, rows: dict[int, Row], start: int
+) -> list[int] | None:
+    """Stage 2 from layer ``start`` down: ``rows[i]`` holds value − λ·changes of the options from i on by exact slots.
+
+    Rows above ``start`` are given (they may be dense and unpruned); ``prefix[i]`` must be right for i ≤ ``start``.
+    Returns the index of the chosen count for each option, or None if near ties leave the answer unproven.
+    """
+    size = prefix.shape[1] - 1
+    count = len(options)
+    for layer in range(start - 1, -1, -1):
+        option = options[layer]
+        row = rows[layer + 1].extended(option.counts, gains(option, limits.change), size)
+        # A suffix of r options hides at most r changes.
+        slack = limits.threshold - limits.change * (count - layer)
+        rows[layer] = row.pruned(prefix[layer], size, slack)
+    goal = _goal(rows[0], limits)
+    if goal is None:
+        return None
+    slots, changes = goal
+    choice = _walk(options, rows, limits, slots, changes)
+    return choice if choice is not None and _proven(options, choice, limits, slots, changes) else None
+
+
+def _goal(row: Row, limits: Limits) -> tuple[int, int] | None:
+    """(slots, changes) that the plan must have if it exists: proven lower bounds, the second given the first."""
+    indices, values = row.items()
+    if not len(indices):
+        return None
+    most = float(values.max())
+    changes = max(0, int(np.ceil((limits.threshold - limits.noise - most) / limits.change)))
+    reached = indices[values >= limits.threshold - limits.change * changes]
+    return (int(reached[0]), changes) if len(reached) else None
+
+
+def _walk(
+    options: Sequence[Options], rows: Mapping[int, Row], limits: Limits, slots: int, changes: int
+) -> list[int] | None:
+    """Job by job in name order the smallest count whose rest can reach the goal."""
+    need = limits.threshold - limits.change * changes
+    choice: list[int] = []
+    for layer, option in enumerate(options):
+        gain = gains(option, limits.change)
+        totals = gain + rows[layer + 1].at(slots - option.counts)
+        index = int((totals >= need).argmax())
+        if not totals[index] >= need:
+            return None
+        choice.append(index)
+        slots -= int(option.counts[index])
+        need -= float(gain[index])
+    return choice
+
+
+def _proven(options: Sequence[Options], choice: Sequence[int], limits: Limits, slots: int, changes: int) -> bool:
+    value, used, changed = 0.0, 0, 0
+    for option, index in zip(options, choice, strict=True):
+        value += float(option.values[index])
+        count = int(option.counts[index])
+        used += count
+        changed += option.current is not None and count != option.current
+    return value >= limits.threshold and used == slots and changed == changes
