@@ -166,6 +166,10 @@ class VllmEngine:
         if self.device == "cpu":
             self.facts.check_cpu()
         prepare_environment(settings, self.device)
+        if self.device == "cpu":
+            import torch
+
+            torch.set_num_threads(1 if settings.exact else max(1, settings.threads))
         self.dtype = self.facts.dtype(settings.dtype)
         self.window = self.facts.window(settings.max_gen_toks)
         self.budget = (

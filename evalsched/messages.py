@@ -1,0 +1,127 @@
+"""What passes between the evaluation scheduler and its workers: versioned, closed shapes, JSON only.
+
+*Work* goes to workers as the one argument of a Celery task; *answers* come back sealed through the stream
+``planaria:responses``. A message of an unknown version, kind or shape is refused, logged and kept aside.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+VERSION = 1
+
+RUN_SHARD = "planaria.run_shard"
+WARM = "planaria.warm"
+SCORE = "planaria.score"
+METRIC_QUEUE = "planaria.metric"
+
+
+def infer_queue(worker: str) -> str:
+    """The queue of one infer worker."""
+    return f"planaria.infer.{worker}"
+
+
+class Message(BaseModel):
+    """Base of all messages; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    version: Literal[1] = VERSION
+
+
+class ModelRef(BaseModel):
+    """Which model: where it lies and what it must be."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    path: str
+    digest: str
+    """Of weights and configuration (:func:`evalsched.digests.model_digest`)."""
+    tokenizer: str
+    """Digest of the tokenizer."""
+    stage: bool = False
+    """Copy it into the node's memory first, once for all workers."""
+
+
+# ---------------------------------------------------------------- to workers
+
+
+class RunShard(Message):
+    """Run one shard. The dispatch is the token: only its first delivery to a worker is run."""
+
+    kind: Literal["run_shard"] = "run_shard"
+    dispatch: str
+    run: str
+    model: ModelRef
+    engine: dict[str, Any]
+    """:class:`evalsched.engine.EngineSettings` as JSON."""
+    shard: dict[str, Any]
+    """:class:`evalsched.types.Shard` as JSON."""
+
+
+class Warm(Message):
+    """Load a model before the first shard is there (or swap to it)."""
+
+    kind: Literal["warm"] = "warm"
+    model: ModelRef
+    engine: dict[str, Any]
+
+
+class Score(Message):
+    """Score a run whose responses are all in, on a metric worker."""
+
+    kind: Literal["score"] = "score"
+    dispatch: str
+    run: str
+    job: dict[str, Any]
+    """What ``python -m evalsched.scoring`` reads."""
+
+
+Work = Annotated[RunShard | Warm | Score, Field(discriminator="kind")]
+WORK: TypeAdapter[Any] = TypeAdapter(Work)
+
+
+# ---------------------------------------------------------------- from workers
+
+
+class Answers(Message):
+    """Finished responses of a dispatch; more may follow."""
+
+    kind: Literal["answers"] = "answers"
+    worker: str
+    lease_token: int
+    dispatch: str
+    run: str
+    responses: list[dict[str, Any]]
+    """:class:`evalsched.types.Response` as JSON."""
+
+
+class Ended(Message):
+    """A dispatch is over on this worker."""
+
+    kind: Literal["ended"] = "ended"
+    worker: str
+    lease_token: int
+    dispatch: str
+    run: str
+    outcome: Literal["done", "failed", "handed_back", "refused"]
+    reason: str = ""
+    seconds: float = 0.0
+    """Of running requests, without loading."""
+    load_seconds: float = 0.0
+    """Of loading or swapping the model before them."""
+    result: dict[str, Any] | None = None
+    """What a scoring said."""
+
+
+class Left(Message):
+    """A worker leaves: nothing more comes from it."""
+
+    kind: Literal["left"] = "left"
+    worker: str
+    lease_token: int
+    reason: str
+
+
+Answer = Annotated[Answers | Ended | Left, Field(discriminator="kind")]
+ANSWERS: TypeAdapter[Any] = TypeAdapter(Answer)

@@ -1,0 +1,471 @@
+"""A worker: one Celery consumer with a resident engine on leased slots (``infer``), or one that scores (``metric``).
+
+Three threads: Celery's own, one that runs the work, one that beats. The beat says each half second how the worker
+stands and looks at its lease. A worker that must leave stops at the engine's next step, hands back what is finished,
+gives the lease back and ends by ``os._exit``: Celery's own shutdown takes seconds for which training would wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from evalsched.messages import METRIC_QUEUE, WORK, Answers, Ended, Left, Message, RunShard, Score, Warm, infer_queue
+from planner.errors import BadInputError, ExitCode, MissingServiceError, PlanariaError, one_line
+from planner.events import Action
+from planner.leases import RenewStatus
+from planner.store import ClusterStore
+from planner.worker_table import WorkerTable
+
+log = logging.getLogger("planaria.worker")
+
+BEAT_SECONDS = 0.5
+FLUSH_SECONDS = 0.5
+FLUSH_RESPONSES = 500
+LEAVE_SECONDS = 1.5
+"""How long a leaving worker waits for the engine's step in hand, where no deadline says otherwise."""
+MEMORY_GROWTH = 4 << 30
+"""Bytes that the process may grow after its first shard before it is recycled between shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a worker stands: its lease and slots (none for a private or a metric worker)."""
+
+    node: str
+    lease: str | None = None
+    token: int = 0
+    slots: tuple[int, ...] = ()
+    parent: int | None = None
+    """Process that this worker must not outlive."""
+
+
+class Worker:
+    """What infer and metric workers share: the beat, answers, leaving."""
+
+    kind = "metric"
+
+    def __init__(
+        self, store: ClusterStore, name: str, place: Place, *, leave: Callable[[int], None] = os._exit
+    ) -> None:
+        self.store = store
+        self.name = name
+        self.place = place
+        self.table = WorkerTable(store.link.call)
+        self.stopping = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._exit = leave
+        self._leaving = threading.Lock()
+        self._facts: dict[str, Any] = {"state": "starting", "progress": time.time()}
+
+    # ------------------------------------------------------------------ life
+
+    @property
+    def queue(self) -> str:
+        """The Celery queue that it consumes."""
+        return METRIC_QUEUE
+
+    def begin(self) -> None:
+        """Start the beat; call once, before the consumer."""
+        threading.Thread(target=self._beat_forever, name="beat", daemon=True).start()
+
+    def ready(self) -> None:
+        """The consumer listens."""
+        self._say(state="ready")
+        self.store.tell(Action.WORKER_READY, worker=self.name, node=self.place.node, kind=self.kind)
+
+    def _say(self, **facts: Any) -> None:
+        self._facts = self._facts | facts
+        self._beat()
+
+    def _mark_progress(self) -> None:
+        self._facts["progress"] = time.time()
+
+    def _beat(self) -> None:
+        own = {
+            "kind": self.kind,
+            "node": self.place.node,
+            "lease": self.place.lease,
+            "token": self.place.token,
+            "slots": list(self.place.slots),
+            "pid": os.getpid(),
+            "memory": _memory(),
+        }
+        self.table.beat(self.name, own | self._facts)
+
+    def _beat_forever(self) -> None:
+        while True:
+            try:
+                if self.place.parent is not None and os.getppid() != self.place.parent:
+                    self._exit(int(ExitCode.PREEMPTED))
+                if not self.stopping.is_set():
+                    self._beat()
+                self._look_at_lease()
+            except MissingServiceError as error:
+                log.error("action=worker.lost_cluster reason=%s", error)
+                self._exit(int(ExitCode.MISSING_SERVICE))
+            time.sleep(BEAT_SECONDS)
+
+    def _look_at_lease(self) -> None:
+        if self.place.lease is None:
+            return
+        state = self.table.lease_state(self.place.lease, self.place.token)
+        if state is RenewStatus.LOST and not self.stopping.is_set():
+            log.error("action=worker.fenced lease=%s", self.place.lease)
+            self._exit(int(ExitCode.PREEMPTED))
+        elif state is RenewStatus.REVOKED:
+            self.leave("its lease is revoked")
+
+    def leave(self, reason: str, code: ExitCode = ExitCode.PREEMPTED) -> None:
+        """Stop taking work, hand back what is finished, release, end. Returns at once; the process ends soon."""
+        if not self._leaving.acquire(blocking=False):
+            return
+        self.stopping.set()
+        threading.Thread(target=self._leave, args=(reason, code), name="leave", daemon=True).start()
+
+    def _leave(self, reason: str, code: ExitCode) -> None:
+        threading.Timer(10.0, self._exit, args=(int(code),)).start()  # whatever Redis does, the slot is given back
+        try:
+            if self._facts.get("state") == "busy":
+                self._idle.wait(LEAVE_SECONDS)
+            self._answer(Left(worker=self.name, lease_token=self.place.token, reason=reason))
+            self.table.forget(self.name)
+            self._give_back()
+        except PlanariaError as error:
+            log.error("action=worker.leave reason=%s", error)
+        finally:
+            self._exit(int(code))
+
+    def _give_back(self) -> None:
+        """The slots' agent sees this process end a moment later and confirms it."""
+        if self.place.lease is not None:
+            self.store.table.release(self.place.lease, self.place.token, confirmed=False)
+
+    # ------------------------------------------------------------------ work
+
+    def _answer(self, message: Message) -> None:
+        self.store.send_response(message.model_dump(mode="json"))
+
+    def _parse(self, raw: Any, wanted: type[Message]) -> Any:
+        """The message, or None for one that was refused and kept aside."""
+        try:
+            message = WORK.validate_python(raw)
+            if not isinstance(message, wanted):
+                raise ValueError(f"a message of kind {type(message).__name__} came as {wanted.__name__}")
+        except (ValidationError, ValueError) as error:
+            self.store.refuse(self.queue, str(raw), one_line(error)[:300])
+            return None
+        return message
+
+    def score(self, raw: Any, delivery: str) -> None:
+        """Score a run; the answer says how it went."""
+        message = self._parse(raw, Score)
+        if message is None or not self.table.claim(message.dispatch, self.name, delivery):
+            return
+        started = time.monotonic()
+        self._say(state="busy", dispatch=message.dispatch)
+        try:
+            from evalsched.scoring import score_job
+
+            result = score_job(message.job)
+            outcome, reason = "done", ""
+        except PlanariaError as error:
+            result, outcome, reason = None, "failed", one_line(error)
+        except Exception as error:
+            log.exception("action=score run=%s", message.run)
+            result, outcome, reason = None, "failed", f"{type(error).__name__}: {one_line(error)}"
+        self._end(message, outcome, reason, seconds=time.monotonic() - started, result=result)
+        self._say(state="ready", dispatch=None)
+
+    def run_shard(self, raw: Any, delivery: str) -> None:
+        """Refuse a shard: this worker scores."""
+        self.store.refuse(self.queue, str(raw)[:2000], f"a {self.kind} worker runs no shards")
+
+    def warm(self, raw: Any) -> None:
+        """Refuse a model: this worker scores."""
+        self.store.refuse(self.queue, str(raw)[:2000], f"a {self.kind} worker loads no model")
+
+    def _end(self, message: Any, outcome: str, reason: str = "", **more: Any) -> None:
+        self._answer(
+            Ended(
+                worker=self.name,
+                lease_token=self.place.token,
+                dispatch=message.dispatch,
+                run=message.run,
+                outcome=outcome,  # type: ignore[arg-type]
+                reason=reason,
+                **more,
+            )
+        )
+
+
+class InferWorker(Worker):
+    """A worker with a resident engine."""
+
+    kind = "infer"
+
+    def __init__(self, store: ClusterStore, name: str, place: Place, **more: Any) -> None:
+        super().__init__(store, name, place, **more)
+        from evalsched.residency import Resident
+
+        self.resident = Resident(threads=int(os.environ.get("OMP_NUM_THREADS", "1") or 1))
+        self._first_memory: int | None = None
+
+    @property
+    def queue(self) -> str:
+        """The Celery queue that it alone consumes."""
+        return infer_queue(self.name)
+
+    def warm(self, raw: Any) -> None:
+        """Load a model, so that the first shard finds it."""
+        message = self._parse(raw, Warm)
+        if message is not None and not self.stopping.is_set():
+            with contextlib.suppress(PlanariaError):  # the shard that comes next says what is wrong, and is counted
+                self._load(message)
+
+    def _load(self, message: RunShard | Warm) -> float:
+        started = time.monotonic()
+        self._say(state="loading", model=message.model.digest)
+        swapped = self.resident.hold(message.model, message.engine)
+        seconds = time.monotonic() - started
+        if swapped:
+            self.store.tell(
+                Action.WORKER_SWAPPED, worker=self.name, model=message.model.digest, how=swapped, seconds=seconds
+            )
+        self._say(state="ready", model=message.model.digest, starts=self.resident.starts, swaps=self.resident.swaps)
+        return seconds
+
+    def run_shard(self, raw: Any, delivery: str) -> None:
+        """Run a shard and answer as its responses are finished."""
+        message = self._parse(raw, RunShard)
+        if message is None:
+            return
+        if self.stopping.is_set():
+            return
+        if not self.table.claim(message.dispatch, self.name, delivery):
+            self.store.tell(
+                Action.MESSAGE_REFUSED, source=self.queue, reason=f"dispatch {message.dispatch} was begun before"
+            )
+            return
+        self._idle.clear()
+        try:
+            self._run(message)
+        finally:
+            self._idle.set()
+
+    def _run(self, message: RunShard) -> None:
+        from evalsched.engine import EngineError
+        from evalsched.types import Shard
+
+        load_seconds = 0.0
+        try:
+            shard = Shard.from_json(message.shard)
+            load_seconds = self._load(message)
+            started = time.monotonic()
+            self._say(state="busy", dispatch=message.dispatch, shard=shard.id, done=0, total=len(shard.requests))
+            complete = self._answer_all(message, shard)
+            outcome, reason = ("done", "") if complete else ("handed_back", "the worker leaves")
+            self._end(message, outcome, reason, seconds=time.monotonic() - started, load_seconds=load_seconds)
+        except EngineError as error:
+            self._end(message, "failed", one_line(error), load_seconds=load_seconds)
+            self._idle.set()
+            self.leave(f"its engine failed: {one_line(error)}", ExitCode.FAILED)
+            self.stopping.wait()
+        except (PlanariaError, ValueError, KeyError, TypeError) as error:
+            self._end(message, "failed", one_line(error), load_seconds=load_seconds)
+        except Exception as error:  # unforeseen: the shard is counted as failed, the log has the traceback
+            log.error("action=shard.failed %s", traceback.format_exc())
+            self._end(message, "failed", f"{type(error).__name__}: {one_line(error)}", load_seconds=load_seconds)
+        finally:
+            if not self.stopping.is_set():
+                self._say(state="ready", dispatch=None, shard=None)
+                self._recycle_if_grown()
+
+    def _answer_all(self, message: RunShard, shard: Any) -> bool:
+        """Whether every request was answered; answers are flushed as they come."""
+        waiting: list[dict[str, Any]] = []
+        done, flushed = 0, time.monotonic()
+        for response in self.resident.engine.run(shard.requests, self._stop):
+            waiting.append(response.to_json())
+            done += 1
+            if len(waiting) >= FLUSH_RESPONSES or time.monotonic() - flushed > FLUSH_SECONDS:
+                self._flush(message, waiting)
+                self._facts["done"] = done
+                flushed = time.monotonic()
+        self._flush(message, waiting)
+        return done == len(shard.requests)
+
+    def _stop(self) -> bool:
+        """Asked by the engine before each step."""
+        self._mark_progress()
+        return self.stopping.is_set()
+
+    def _flush(self, message: RunShard, waiting: list[dict[str, Any]]) -> None:
+        if waiting:
+            answers = Answers(
+                worker=self.name,
+                lease_token=self.place.token,
+                dispatch=message.dispatch,
+                run=message.run,
+                responses=list(waiting),
+            )
+            self._answer(answers)
+            waiting.clear()
+
+    def _recycle_if_grown(self) -> None:
+        memory = _memory()
+        if self._first_memory is None:
+            self._first_memory = memory
+        elif memory > self._first_memory + MEMORY_GROWTH:
+            self.leave(f"recycled: its memory grew from {self._first_memory >> 20} to {memory >> 20} MiB")
+
+
+def _memory() -> int:
+    """Resident bytes of this process."""
+    with open("/proc/self/statm") as stream:
+        return int(stream.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+# ---------------------------------------------------------------------- starting
+
+
+def worker_command(
+    kind: str,
+    name: str | None,
+    slots: str | None,
+    state_dir: Path | None,
+    url: str | None,
+    secret_file: Path | None,
+) -> int:
+    """``planaria worker``: started by an agent (its lease in the environment), privately, or by hand.
+
+    Environment: ``PLANARIA_LEASE`` and ``PLANARIA_LEASE_TOKEN`` (an agent's), ``PLANARIA_NODE``,
+    ``PLANARIA_PRIVATE_PARENT`` (process id: no lease is needed, and the worker ends with it), ``PLANARIA_URL``,
+    ``PLANARIA_SECRET_FILE``, ``PLANARIA_STATE_DIR``.
+
+    Raises:
+        BadInputError: an unknown kind, misshapen slots.
+        MissingServiceError: no cluster, no secret.
+    """
+    if kind not in ("infer", "metric"):
+        raise BadInputError(f"--kind {kind}: it is infer or metric")
+    numbers = _slot_numbers(slots)
+    _log_to_stderr()
+    if kind == "infer":
+        _preload_in_background()
+    store = _connect(url, state_dir, secret_file)
+    identity = name or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
+    from evalsched.app import make_app
+
+    app = make_app(store.url)
+    lease, parent = os.environ.get("PLANARIA_LEASE"), os.environ.get("PLANARIA_PRIVATE_PARENT")
+    if kind == "infer" and lease is None and parent is None:
+        from evalsched.own_node import lease_by_hand
+
+        place = lease_by_hand(store, identity, numbers or (0,))
+        identity = place.worker
+        worker = _make(store, kind, identity, place.place)
+    else:
+        place_ = Place(
+            node=os.environ.get("PLANARIA_NODE", socket.gethostname()),
+            lease=lease or None,
+            token=int(os.environ.get("PLANARIA_LEASE_TOKEN", "0") or 0),
+            slots=numbers,
+            parent=int(parent) if parent else None,
+        )
+        worker = _make(store, kind, identity, place_)
+    return _consume(app, worker)
+
+
+def _make(store: ClusterStore, kind: str, name: str, place: Place) -> Worker:
+    return (InferWorker if kind == "infer" else Worker)(store, name, place)
+
+
+def _consume(app: Any, worker: Worker) -> int:
+    """Run the Celery consumer until the worker leaves."""
+    from celery import signals
+
+    app.planaria_worker = worker
+
+    def on_ready(**_: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Celery, which installs its own
+            signal.signal(number, lambda *_: worker.leave("it was told to end"))
+        worker.ready()
+
+    signals.worker_ready.connect(on_ready, weak=False)
+    worker.begin()
+    consumer = app.Worker(
+        hostname=f"{worker.name}@{worker.place.node}",
+        queues=[worker.queue],
+        loglevel="WARNING",
+        without_gossip=True,
+        without_mingle=True,
+        task_events=True,
+        quiet=True,
+    )
+    consumer.start()
+    return int(consumer.exitcode or 0)
+
+
+def join_by_hand(app: Any, hostname: str) -> None:
+    """Make the process of ``celery -A evalsched.app worker`` an infer worker that brings one slot."""
+    _preload_in_background()
+    store = _connect(None, None, None)
+    from celery import signals
+
+    from evalsched.own_node import lease_by_hand
+
+    identity = hostname.partition("@")[0] + "-" + uuid.uuid4().hex[:6]
+    granted = lease_by_hand(store, identity, (0,))
+    worker = InferWorker(store, granted.worker, granted.place)
+    app.planaria_worker = worker
+    app.conf.task_default_queue = worker.queue
+    signals.worker_ready.connect(lambda **_: worker.ready(), weak=False)
+    worker.begin()
+
+
+def _slot_numbers(slots: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part.rpartition("/")[2]) for part in (slots or "").split(",") if part.strip())
+    except ValueError:
+        raise BadInputError(f"--slots {slots}: write slot numbers, comma-separated, for example 0,1") from None
+
+
+def _connect(url: str | None, state_dir: Path | None, secret_file: Path | None) -> ClusterStore:
+    from planner.cluster import connect
+
+    store, _ = connect(url, state_dir, secret_file=secret_file, daemon=True)
+    if store.secret is None:
+        raise MissingServiceError("a worker needs the cluster secret: give --secret-file or --state-dir")
+    return store
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+
+
+def _preload_in_background() -> None:
+    """Import the engine while the consumer comes up and the scheduler records."""
+    # What Celery imports lazily goes first, so that two threads do not import the same packages at once.
+    import kombu.transport.redis  # noqa: F401
+
+    from evalsched.residency import preload
+
+    threading.Thread(target=preload, name="preload", daemon=True).start()
