@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; progress is the scheduler's to show
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate

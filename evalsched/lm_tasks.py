@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
@@ -20,10 +19,12 @@ from evalsched.benchmarks import HOW_TO_PREPARE, prepared_folder
 from evalsched.types import EvalSettings
 from planner.errors import BadInputError, PlanariaError, one_line
 
+ManagerT = TypeVar("ManagerT", bound="LoadingManager")
+
 
 def shipped_folder() -> Path:
-    """The folder of the tasks that come with this package."""
-    return Path(str(files("tasks")))
+    """The folder of the tasks that come with this package: beside it, in a checkout and in a wheel."""
+    return Path(__file__).resolve().parent.parent / "tasks"
 
 
 class LoadingManager(TaskManager):
@@ -79,7 +80,11 @@ def task_names(settings: EvalSettings) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in settings.tasks if name.strip()))
 
 
-def task_manager(settings: EvalSettings, metadata: dict[str, Any]) -> tuple[LoadingManager, list[str]]:
+def task_manager(
+    settings: EvalSettings,
+    metadata: dict[str, Any],
+    kind: type[ManagerT] = LoadingManager,  # type: ignore[assignment]
+) -> tuple[ManagerT, list[str]]:
     """A manager that knows all tasks asked for, and their names with patterns expanded.
 
     lm-eval's own 14,000 task files (8 s to index) are looked through only when a name is not found in the
@@ -98,9 +103,9 @@ def task_manager(settings: EvalSettings, metadata: dict[str, Any]) -> tuple[Load
     names = task_names(settings)
     if not names:
         raise BadInputError("--tasks: no task is named; `planaria tasks list` shows what there is")
-    manager = LoadingManager(include_path=paths, include_defaults=False, metadata=metadata)
+    manager = kind(include_path=paths, include_defaults=False, metadata=metadata)
     if not all(_known(name, manager.task_index) for name in names):
-        manager = LoadingManager(include_path=paths, include_defaults=True, metadata=metadata)
+        manager = kind(include_path=paths, include_defaults=True, metadata=metadata)
     return manager, _expand(names, manager)
 
 

@@ -279,12 +279,12 @@ def _is_input(path: Path) -> bool:
     return not _LIBRARIES.intersection(path.parts)
 
 
-def _input_hashes(opened: Iterable[str], named: Iterable[str]) -> dict[str, str]:
+def _input_hashes(opened: Iterable[str], named: Iterable[str], tokenizer: Path) -> dict[str, str]:
     hashes = FileHashes()
     ours = {Path(name).resolve() for name in named}
     found: dict[str, str] = {}
     for path in sorted({Path(name).resolve() for name in opened if _is_input(Path(name).resolve())} | ours):
-        if path.is_file():
+        if path.is_file() and tokenizer not in path.parents:  # the tokenizer's digest is in the key
             found[str(path)] = hashes.of(path)
     hashes.save()
     return found
@@ -343,7 +343,7 @@ def record(job: RecordJob, root: Path | None = None) -> Recording:
         "tasks": [asdict(task) for task in tasks],
         "groups": recorded.groups,
         "names": recorded.names,
-        "inputs": _input_hashes(watch.paths, named),
+        "inputs": _input_hashes(watch.paths, named, Path(job.tokenizer).resolve()),
         "tokenizer_info": recorded.tokenizer_info,
         "seconds": time.monotonic() - started,
     }
@@ -378,7 +378,7 @@ def _keep(base: Path, key: str, description: Mapping[str, Any], requests: Iterab
 def main() -> int:
     """Read a job as JSON on stdin, record it, print ``{"folder": …}``; errors are one line and an exit code."""
     job = RecordJob.from_json(json.load(sys.stdin))
-    with _stdout_to_stderr():
+    with stdout_to_stderr():
         try:
             recording = record(job)
         except PlanariaError as error:
@@ -388,7 +388,7 @@ def main() -> int:
     return int(ExitCode.DONE)
 
 
-class _stdout_to_stderr:
+class stdout_to_stderr:
     """What tasks print must not mix with the result."""
 
     def __enter__(self) -> None:
