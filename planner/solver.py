@@ -133,10 +133,9 @@ def _waiting(job: Job, cluster: Cluster, plan: Plan) -> str:
         )
     if plan.unassigned >= least:
         return f"{job.name} waits: no count is worth more than leaving the slots free"
-    missing = least - plan.unassigned
     return (
-        f"{job.name} waits: it needs at least {least} slots, {plan.unassigned} are left, {missing} are missing; "
-        "the jobs that hold them are worth more"
+        f"{job.name} waits: it needs at least {least} slot{'s' * (least > 1)}, {plan.unassigned} unassigned, "
+        f"{least - plan.unassigned} missing; what the other jobs do with them is worth more"
     )
 
 
