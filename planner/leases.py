@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.resources import files
 from typing import Any, Protocol
@@ -107,7 +107,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class GrantRequest:
-    """One lease to be granted; ``id`` is made by the caller, so that a repeated call grants once."""
+    """One lease to be granted; an empty ``id`` is filled in by the table."""
 
     holder: str
     node: str
@@ -119,8 +119,10 @@ class GrantRequest:
     def __post_init__(self) -> None:
         if not self.slots:
             raise ValueError("a lease needs at least one slot")
-        if not self.id:
-            object.__setattr__(self, "id", uuid.uuid4().hex[:16])
+
+    def identified(self) -> GrantRequest:
+        """With an id that is never reused: a call that is repeated after a lost answer then grants once."""
+        return self if self.id else replace(self, id=uuid.uuid4().hex[:16])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +260,7 @@ class Leases:
                 "ttl": r.ttl,
                 "reason": r.reason,
             }
-            for r in requests
+            for r in (request.identified() for request in requests)
         ]
         reply = self._run("grant", grants=wanted, **_fence(fence))
         if reply["code"] == "taken":

@@ -113,9 +113,13 @@ class RedisLink:
                     ) from None
                 raise
 
+    def give_up(self) -> None:
+        """From now on no call waits for a Redis that is away; one that answers is still used."""
+        self._closed.set()
+
     def close(self) -> None:
         """Close all connections; calls that wait for Redis give up."""
-        self._closed.set()
+        self.give_up()
         self.client.close()
 
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,13 @@ def settings(folder: Path, port: int, password: str, appendfsync: str = "everyse
 
 
 def start_redis(
-    folder: Path, *, password: str | None = None, port: int | None = None, executable: str | None = None
+    folder: Path,
+    *,
+    password: str | None = None,
+    port: int | None = None,
+    executable: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> RedisServer:
     """Start a server whose data lies in ``folder`` (made when missing) and wait until it answers.
 
@@ -100,6 +107,8 @@ def start_redis(
         password: that of an earlier life, to start it again; a new one when left out.
         port: that of an earlier life; a free one when left out (retried with another when it was taken meanwhile).
         executable: which ``redis-server``.
+        environment: of the server's process; this one's when left out.
+        pass_fds: descriptors that the server inherits (a lock that lives as long as it does).
 
     Raises:
         MissingServiceError: no server, or it does not come up; the last line of its log is in the message.
@@ -109,7 +118,7 @@ def start_redis(
     word = password or secrets.token_hex(24)
     for attempt in range(ATTEMPTS):
         number = port or free_port()
-        process = _spawn(program, folder, settings(folder, number, word))
+        process = _spawn(program, folder, settings(folder, number, word), environment, pass_fds)
         server = RedisServer(process.pid, number, word)
         if _wait_ready(process, server):
             return server
@@ -123,10 +132,19 @@ def start_redis(
     )
 
 
-def _spawn(program: str, folder: Path, text: str) -> subprocess.Popen[bytes]:
+def _spawn(
+    program: str, folder: Path, text: str, environment: Mapping[str, str] | None, pass_fds: Sequence[int]
+) -> subprocess.Popen[bytes]:
     with (folder / "redis.log").open("ab") as log:
         process = subprocess.Popen(
-            [program, "-"], stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, start_new_session=True
+            [program, "-"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            cwd=folder,
+            start_new_session=True,
+            env=environment,
+            pass_fds=tuple(pass_fds),
         )
     assert process.stdin is not None
     try:

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from planner.auth import ForgedMessageError, seal, unseal
 from planner.clock import Clock, SystemClock
+from planner.demand import Demand
 from planner.errors import MissingServiceError, one_line
 from planner.events import Action, Event
 from planner.leases import Lease, Leases, Registration
@@ -37,44 +38,6 @@ COMMAND_MAX_AGE = 600.0
 """Seconds after which a command is no longer carried out (a replayed or forgotten one)."""
 
 PayloadT = TypeVar("PayloadT")
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a holder wants; the allocator answers with leases."""
-
-    holder: str
-    """``job:<id>`` or ``evaluation``."""
-    kind: str
-    """``pretrain`` or ``evaluation``."""
-    weight: float
-    min_slots: int
-    max_slots: int
-    feasible: tuple[int, ...]
-    """Counts that have a layout, ascending."""
-    throughput: Mapping[int, float]
-    """Aggregate FLOP/s per count."""
-    transition_seconds: float
-    backlog_seconds: float = 0.0
-    """Evaluation: slot-seconds of work that waits."""
-    since: float = 0.0
-    """When it began to wait (ageing), seconds since the epoch."""
-    faulted: bool = False
-    """It lost a worker in the event that this demand answers."""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """What a finer cost model wants to know besides (pending reports, state size, layouts)."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON; the counts of ``throughput`` become text."""
-        return asdict(self) | {"throughput": {str(count): rate for count, rate in self.throughput.items()}}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Demand:
-        """The inverse of :meth:`to_json`."""
-        known = dict(data)
-        known["feasible"] = tuple(int(count) for count in known["feasible"])
-        known["throughput"] = {int(count): float(rate) for count, rate in known["throughput"].items()}
-        return cls(**known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +97,20 @@ class Request:
     payload: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class CoordinatorLock:
+    """Who coordinates: ``owner`` is ``<host>:<pid>:<random>``; ``expires`` is server time."""
+
+    owner: str
+    token: int
+    expires: float
+
+    @property
+    def pid(self) -> int:
+        """Process id of the owner on its host."""
+        return int(self.owner.split(":")[-2])
+
+
 class ClusterStore:
     """All that processes of a cluster share.
 
@@ -182,6 +159,13 @@ class ClusterStore:
         if self.secret is None:
             raise MissingServiceError("the cluster secret is missing: give --secret-file or --state-dir")
         return self.secret
+
+    def coordinator(self) -> CoordinatorLock | None:
+        """The lock's present owner; None when nobody has it (it may have expired: compare with the server's time)."""
+        found = self.link.call(lambda client: client.hgetall(PREFIX + "coordinator"))
+        if not found.get("owner"):
+            return None
+        return CoordinatorLock(str(found["owner"]), int(found["token"]), float(found["expires"]))
 
     # ------------------------------------------------------------------ streams
 
@@ -526,3 +510,16 @@ def _why(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"the field {error.args[0]!r} is missing"
     return one_line(error)[:300]
+
+
+__all__ = [
+    "STREAM_START",
+    "ClusterStore",
+    "CoordinatorLock",
+    "Demand",
+    "Entry",
+    "NodeFacts",
+    "ReportEnvelope",
+    "Request",
+    "lease_details",
+]

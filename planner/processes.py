@@ -1,0 +1,105 @@
+"""Processes of a stack: told apart from strangers by start time and by a mark in their environment.
+
+A pid alone proves nothing, since the system reuses it. A process is taken for ours only if it started when we noted,
+or if its environment carries the stack's id, which every descendant inherits, also after its parent was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+STACK_VARIABLE = "PLANARIA_STACK"
+"""Environment variable with the id of the stack that a process belongs to."""
+SHM_VARIABLE = "PLANARIA_SHM"
+"""Environment variable with the folder for a stack's shared memory."""
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process for certain: ``start`` is its start in clock ticks since the machine's boot (``/proc/<pid>/stat``)."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process that has this pid now; None for none or a zombie."""
+        start = start_ticks(pid)
+        return None if start is None else cls(pid, start)
+
+    def alive(self) -> bool:
+        """Whether it still runs (a zombie does not)."""
+        return start_ticks(self.pid) == self.start
+
+    def kill(self, number: signal.Signals) -> None:
+        """Send a signal if it is still the same process."""
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start of a running process in ticks since boot; None when there is none or it is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything, blanks too
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def marked(stack: str) -> list[ProcessId]:
+    """All running processes whose environment carries the stack's id, without the caller's own process."""
+    wanted = f"{STACK_VARIABLE}={stack}".encode()
+    found: list[ProcessId] = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal() or int(entry) == os.getpid():
+            continue
+        try:
+            environment = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if wanted in environment and (process := ProcessId.of(int(entry))) is not None:
+            found.append(process)
+    return found
+
+
+def shared_memory_of(processes: Iterable[ProcessId]) -> set[Path]:
+    """Files in ``/dev/shm`` that these processes have open or mapped."""
+    found: set[Path] = set()
+    for process in processes:
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
+            names += [line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line]
+        with contextlib.suppress(OSError):
+            for link in os.listdir(f"/proc/{process.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    names.append(os.readlink(f"/proc/{process.pid}/fd/{link}"))
+        found |= {Path(name) for name in names if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
+    return found
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Collect those of our own children that ended, so that no zombie stays."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def wait_gone(processes: Iterable[ProcessId], seconds: float) -> list[ProcessId]:
+    """Wait until they are gone; returns those that still run after ``seconds``."""
+    left = list(processes)
+    deadline = time.monotonic() + seconds
+    while True:
+        reap(process.pid for process in left)
+        left = [process for process in left if process.alive()]
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(0.02)
