@@ -38,7 +38,7 @@ def build_optimizer(config: PretrainConfig, chunks: Sequence[DistributedDataPara
 
 
 def build_schedule(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning rate per step: :func:`advance` it to step s before the s-th update; step ``steps`` has ``min_lr``."""
+    """The learning rate per step: :func:`advance` it to step s before the s-th update; the last has ``min_lr``."""
     settings = config.optimizer
     return OptimizerParamScheduler(
         optimizer,

@@ -10,7 +10,7 @@ from datetime import timedelta
 import psutil
 import torch
 from torch import distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from planner.errors import BadInputError, MissingServiceError
 from pretrain import device

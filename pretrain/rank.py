@@ -1,0 +1,180 @@
+"""One training process: ``python -m pretrain.rank SPEC.json``.
+
+Reads its spec, connects to its agent, joins the others, builds or loads the model, trains. Exit codes: 0 done,
+1 an exception (told to the agent first), 2 bad input, 3 the agent or the store is gone, 4 preempted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import BadInputError, ExitCode, MissingServiceError, PlanariaError, one_line
+
+if TYPE_CHECKING:
+    from planner.messages import RankSpec
+    from pretrain.channel import Channel
+    from pretrain.trainer import StopRequest, Trainer
+
+_LONGEST_TRACEBACK = 20_000
+
+
+class _Signals:
+    """SIGTERM means: finish the step in hand, publish, leave. Installed before the heavy imports."""
+
+    def __init__(self) -> None:
+        self.terminated = False
+        self.stop: StopRequest | None = None
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        self.terminated = True
+        if self.stop is not None:
+            self.stop.ask("preempted")
+
+    def bind(self, stop: StopRequest) -> None:
+        """Pass the signal on to ``stop``, also one that came before."""
+        self.stop = stop
+        if self.terminated:
+            stop.ask("preempted")
+
+
+def read_spec(path: Path) -> RankSpec:
+    """The spec in ``path``.
+
+    Raises:
+        BadInputError: it is not there, or no spec.
+    """
+    from planner.loading import validate
+    from planner.messages import RankSpec
+
+    try:
+        import json
+
+        return validate(RankSpec, json.loads(path.read_text()), str(path))
+    except OSError as error:
+        raise BadInputError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise BadInputError(f"{path}: not valid JSON: {one_line(error)}") from error
+
+
+def open_channel(spec: RankSpec) -> Channel:
+    """The channel to the agent, or standard output where there is none."""
+    from planner.messages import RankHello
+    from pretrain.channel import SocketChannel, StreamChannel
+
+    hello = RankHello(token=spec.token, job=spec.job, incarnation=spec.incarnation, rank=spec.rank, pid=os.getpid())
+    if spec.agent_socket is None:
+        channel: Channel = StreamChannel()
+        channel.send(hello)
+        return channel
+    return SocketChannel(Path(spec.agent_socket), hello)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank; returns its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    signals = _Signals()
+    if len(arguments) != 1:
+        print("usage: python -m pretrain.rank SPEC.json", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    try:
+        spec = read_spec(Path(arguments[0]))
+        limit_threads(spec.threads)
+        channel = open_channel(spec)
+    except PlanariaError as error:
+        print(one_line(error), file=sys.stderr)
+        return error.exit_code
+    code = _train(spec, channel, signals)
+    channel.close()
+    return code
+
+
+def limit_threads(threads: int) -> None:
+    """Bound every thread pool; must come before torch is imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+
+
+def _train(spec: RankSpec, channel: Channel, signals: _Signals) -> int:
+    """Build, run and leave; whatever goes wrong is told to the agent before the process is gone."""
+    from planner.messages import RankPhase
+
+    trainer: Trainer | None = None
+    channel.send(RankPhase(phase="start", step=0, time=time.time()))
+    try:
+        from pretrain.assembly import assemble
+
+        trainer = assemble(spec, channel)
+        signals.bind(trainer.stop)
+        channel.listen(trainer.on_agent)
+        why = trainer.run()
+    except BaseException as error:
+        _tell_exception(channel, error, trainer)
+        if isinstance(error, (BadInputError, MissingServiceError)):
+            print(one_line(error), file=sys.stderr, flush=True)
+            return error.exit_code
+        traceback.print_exc()
+        return ExitCode.FAILED
+    finally:
+        _leave_groups()
+    return ExitCode.PREEMPTED if why == "preempted" else ExitCode.DONE
+
+
+def _tell_exception(channel: Channel, error: BaseException, trainer: Trainer | None) -> None:
+    from planner.messages import RankException
+
+    text = "".join(traceback.format_exception(error))
+    channel.send(
+        RankException(
+            type=type(error).__name__,
+            message=one_line(error)[:2000],
+            traceback=text[-_LONGEST_TRACEBACK:],
+            collective=collective_of(error),
+            step=trainer.state.step + 1 if trainer else 0,
+            phase=trainer.phase if trainer else "start",
+            time=time.time(),
+        )
+    )
+
+
+_COLLECTIVES = {
+    "all_reduce": "reduce",
+    "reduce_scatter": "reduce",
+    "broadcast": "broadcast",
+    "broadcast_object_list": "broadcast",
+    "all_gather": "gather",
+    "all_gather_object": "gather",
+    "barrier": "barrier",
+    "batch_isend_irecv": "pipeline",
+    "send": "pipeline",
+    "recv": "pipeline",
+}
+
+
+def collective_of(error: BaseException) -> str | None:
+    """Which collective an exception came out of: the outermost frame inside torch.distributed's operations, if any."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "distributed_c10d" in frame.filename and frame.name in _COLLECTIVES:
+            return _COLLECTIVES[frame.name]
+    return None
+
+
+def _leave_groups() -> None:
+    """Close the connections to the others, so that they notice at once."""
+    parallel: Any = sys.modules.get("pretrain.parallel")
+    if parallel is not None:
+        try:
+            parallel.leave()
+        except Exception:  # on the way out; a group whose peer died may refuse to close
+            traceback.print_exc()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
