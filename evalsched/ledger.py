@@ -276,7 +276,7 @@ class Ledger:
             else:
                 marks = ", ".join("?" * len(columns))
                 statement = f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({marks})"  # noqa: S608 - own names
-                cursor.executemany(statement, rows)
+                cursor.executemany(statement, rows)  # type: ignore[arg-type]
         finally:
             cursor.close()
 

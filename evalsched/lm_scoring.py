@@ -146,6 +146,7 @@ def score_job(job: ScoreJob, recording: Recording, answers: Mapping[RequestId, R
         results=str(output / "results.json"),
         metrics=json.loads(json.dumps(results["results"], default=handle_non_serializable)),
         intervals=results["planaria"]["intervals"],
+        higher_is_better=results["higher_is_better"],
         flags=tuple(flag.to_json() for flag in flags),
         untrusted={task: tuple(ids) for task, ids in judged.untrusted.items()},
         failed=dict(judged.failed),

@@ -63,6 +63,7 @@ class ScoreOutcome:
     metrics: Mapping[str, Mapping[str, Any]]
     """``results["results"]``: metric values per task (and group)."""
     intervals: Mapping[str, Mapping[str, Any]]
+    higher_is_better: Mapping[str, Mapping[str, bool | None]]
     flags: tuple[Mapping[str, Any], ...]
     untrusted: Mapping[str, tuple[int, ...]]
     """Documents per task that strict mode keeps out of the results."""
