@@ -172,6 +172,12 @@ def write_dist(
     """
     with quiet_torch():
         sharded, common = save_preprocess(state_dict, validate)
+    write_parts(sharded, common, folder, thread_count=thread_count)
+
+
+def write_parts(sharded: Any, common: dict[str, Any], folder: Path, *, thread_count: int = 1) -> None:
+    """:func:`write_dist` for a state that is split into its sharded and its common part already."""
+    with quiet_torch():
         with agreed(f"writing {COMMON}"):
             if dist.get_rank() == 0:
                 get_default_save_common_strategy().save_common(common, str(folder))

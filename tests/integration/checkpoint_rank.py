@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from planner.pretrain_config import PretrainConfig
-from pretrain import checkpoint, device, optimizer, parallel
+from pretrain import checkpoint, device, optimizer, parallel, snapshot, snapshot_state
 from pretrain import model as model_module
 from pretrain.published import Fence
 from pretrain.state import TrainState
@@ -41,6 +41,7 @@ class Rank:
         self.parts: checkpoint.Parts | None = None
         self.config: PretrainConfig | None = None
         self.layout: parallel.Layout | None = None
+        self.writer: snapshot.SnapshotWriter | None = None
 
     def join(self, rank: int, world: int, tensor: int, pipeline: int, port: int, prefix: str, **overrides: Any) -> None:
         """Join a fresh incarnation and build model and optimizer from the seed."""
@@ -116,6 +117,8 @@ class Rank:
                 micro_batch_size=self.config.batch.micro,
             )
             finalize_model_grads([parts.model], None)
+            if self.writer is not None:
+                self.writer.finish()
             parts.optimizer.step()
         parts.state.step += 1
         parts.state.consumed_samples += self.config.batch.global_
@@ -145,6 +148,39 @@ class Rank:
         began = time.perf_counter()
         path = checkpoint.save(self.parts, Path(folder), fence=Fence(job, incarnation, token), created=1.0)
         return {"path": str(path), "seconds": time.perf_counter() - began}
+
+    def open_snapshots(self, memory: str, job: str = "pool") -> bool:
+        """Get ready to take snapshots of this rank's shard; whether this rank takes any (the first replica does)."""
+        assert self.layout is not None
+        where = self.layout
+        self.writer = None
+        if where.data_rank == 0:
+            coordinate = snapshot.Coordinate(where.tensor, where.pipeline, where.tensor_rank, where.pipeline_rank)
+            folder = snapshot.job_dir(Path(memory), job)
+            self.writer = snapshot.SnapshotWriter(folder, coordinate, clock=time.monotonic)
+        return self.writer is not None
+
+    def snapshot(self, persist: bool = False, incarnation: int = 1, wait: bool = True) -> dict[str, Any]:
+        """Take a snapshot now and, if asked, wait until it is committed."""
+        assert self.parts is not None
+        if self.writer is None:
+            return {}
+        fence = Fence("pool", incarnation)
+        source = snapshot_state.source(self.parts, fence=fence, created=time.time(), persist=persist)
+        taken = self.writer.begin(source)
+        if wait:
+            self.writer.finish()
+            self.writer.wait_committed()
+        return vars(taken)
+
+    def load_snapshot(self, memory: str, job: str = "pool", step: int | None = None) -> dict[str, Any]:
+        """Load the newest snapshot (or that of ``step``)."""
+        assert self.parts is not None
+        sets = snapshot.find(snapshot.job_dir(Path(memory), job))
+        chosen = next(found for found in sets if step in (None, found.step))
+        began = time.perf_counter()
+        state = snapshot_state.load(chosen, self.parts)
+        return {"state": state.to_json(), "seconds": time.perf_counter() - began}
 
     def load(self, path: str) -> dict[str, Any]:
         """Load a published checkpoint; its state."""

@@ -1,0 +1,546 @@
+"""The snapshot tier: training state in shared host memory, outside the rank and outliving it.
+
+A rank owns one *shard* (its tensor and pipeline coordinates) with two buffers. Each buffer is a file in memory
+with raw tensors and, once the copy is whole and hashed, a JSON description beside it whose presence is the
+commit. State changes only in the optimizer step, so the copy runs in a thread beside the next forward and
+backward pass and :meth:`SnapshotWriter.finish` is called before the update after it; what it waits is the stall.
+
+Readers (persister, peer sender, recovery) hold a shared lock on the buffer they read; the writer takes the
+oldest buffer that nobody reads, and never waits for a reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from planner.errors import PlanariaError
+from planner.files import write_atomic
+from pretrain import plain
+
+FORMAT = 1
+BUFFERS = 2
+_ALIGNMENT = 64
+_HASH_CHUNK = 8 << 20
+
+
+class SnapshotError(PlanariaError):
+    """A snapshot cannot be taken or used; training goes on with the tiers that are left."""
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Which part of the model a shard holds: its place in the layout that wrote it."""
+
+    tensor: int
+    pipeline: int
+    tensor_rank: int
+    pipeline_rank: int
+    replica: int = 0
+    """Data-parallel rank, where optimizer state is sharded over replicas; else 0."""
+    replicas: int = 1
+
+    @property
+    def name(self) -> str:
+        """Unique file stem of this shard within its layout."""
+        return (
+            f"t{self.tensor_rank}of{self.tensor}-p{self.pipeline_rank}of{self.pipeline}"
+            f"-r{self.replica}of{self.replicas}"
+        )
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """Shards of one layout belong together."""
+        return self.tensor, self.pipeline, self.replicas
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One local tensor of a shard: its place in the global tensor, and where its bytes are in the buffer."""
+
+    key: str
+    dtype: str
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None
+    prepend_axis_num: int
+    replica_id: tuple[int, ...]
+    allow_shape_mismatch: bool
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one committed buffer holds."""
+
+    job: str
+    incarnation: int
+    step: int
+    consumed_samples: int
+    created: float
+    persist: bool
+    """Whether the persister is to make a checkpoint of it."""
+    coordinate: Coordinate
+    nbytes: int
+    xxh3: str
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[dict[str, Any], ...]
+    """Sharded objects: key, global_shape, global_offset, replica_id, data (encoded)."""
+    common: Any
+    """The unsharded state, encoded."""
+    description: dict[str, Any]
+    """Content of the checkpoint's ``planaria.json``."""
+    token: int = 0
+    """Fencing token of the lease under which it was taken."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The document."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        own["coordinate"] = vars(self.coordinate)
+        own["tensors"] = [vars(entry) for entry in self.tensors]
+        return {"format": FORMAT} | own
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Description:
+        """The description that :meth:`to_json` wrote.
+
+        Raises:
+            SnapshotError: another format or shape.
+        """
+        try:
+            if data.pop("format") != FORMAT:
+                raise SnapshotError("a snapshot of another format")
+            data["coordinate"] = Coordinate(**data["coordinate"])
+            data["tensors"] = tuple(TensorEntry(**_tuples(entry)) for entry in data["tensors"])
+            data["objects"] = tuple(data["objects"])
+            return cls(**data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SnapshotError(f"not a snapshot's description ({error})") from error
+
+
+def _tuples(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+
+
+def job_dir(memory_dir: Path, job: str) -> Path:
+    """The folder of a job's snapshots on this node."""
+    return memory_dir / f"planaria-snapshots-{os.getuid()}" / job
+
+
+def remove_job(memory_dir: Path, job: str) -> None:
+    """Give the memory of a job's snapshots back; for the agent, when the job is over."""
+    folder = job_dir(memory_dir, job)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
+
+
+# ---------------------------------------------------------------- one buffer
+
+
+class Buffer:
+    """One buffer of a shard: a memory file, its description, and the lock between its writer and its readers."""
+
+    def __init__(self, folder: Path, stem: str, index: int) -> None:
+        self.data_path = folder / f"{stem}.{index}.bin"
+        self.text_path = folder / f"{stem}.{index}.json"
+
+    def describe(self) -> Description | None:
+        """What it holds, or None where nothing is committed."""
+        try:
+            return Description.from_json(json.loads(self.text_path.read_text()))
+        except (OSError, ValueError, SnapshotError):
+            return None
+
+    @contextlib.contextmanager
+    def lock(self, *, exclusive: bool) -> Iterator[bool]:
+        """Hold the buffer; yields whether it was free. Never waits."""
+        fd = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(fd)
+
+    def invalidate(self) -> None:
+        """Take the commit back before the bytes change."""
+        self.text_path.unlink(missing_ok=True)
+
+    def commit(self, description: Description) -> None:
+        """Make the content valid; the last thing that a copy does."""
+        write_atomic(self.text_path, json.dumps(description.to_json()), mode=0o600)
+
+
+class Mapping:
+    """A buffer's memory as a flat byte tensor; pages are there before the first copy."""
+
+    def __init__(self, path: Path, nbytes: int, *, writable: bool) -> None:
+        self.nbytes = nbytes
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if writable else os.O_RDONLY | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
+        try:
+            if writable and os.fstat(fd).st_size != nbytes:
+                os.ftruncate(fd, 0)
+                if nbytes:
+                    os.posix_fallocate(fd, 0, nbytes)
+            elif os.fstat(fd).st_size < nbytes:
+                raise SnapshotError(f"{path}: {os.fstat(fd).st_size} bytes, its description says {nbytes}")
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._map = mmap.mmap(fd, max(1, nbytes), flags=flags, prot=protection) if nbytes else None
+        finally:
+            os.close(fd)
+
+    def view(self) -> memoryview:
+        """All bytes."""
+        return memoryview(self._map)[: self.nbytes] if self._map is not None else memoryview(bytearray())
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        """One tensor of the buffer, sharing its memory; read-only mappings give tensors that must not be written."""
+        dtype = plain.named_dtype(entry.dtype)
+        if entry.nbytes == 0:
+            return torch.empty(entry.local_shape, dtype=dtype)
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(self._map, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.offset)
+        return flat.reshape(entry.local_shape)
+
+    def hash(self) -> str:
+        """xxh3-128 of all bytes."""
+        digest = xxhash.xxh3_128()
+        view = self.view()
+        for start in range(0, self.nbytes, _HASH_CHUNK):
+            digest.update(view[start : start + _HASH_CHUNK])
+        return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- the writer, in a rank
+
+
+@dataclass
+class Taken:
+    """How one snapshot went. Seconds."""
+
+    step: int
+    begin_seconds: float
+    """Stall when it was begun (listing the tensors)."""
+    wait_seconds: float = 0.0
+    """Stall before the next update (what of the copy was not finished)."""
+    copy_seconds: float = 0.0
+    nbytes: int = 0
+    skipped: str = ""
+    """Why nothing was taken; empty when it was."""
+
+    @property
+    def stall_seconds(self) -> float:
+        """Training time that it cost."""
+        return self.begin_seconds + self.wait_seconds
+
+
+@dataclass
+class _Flight:
+    taken: Taken
+    copied: Future[float]
+    committed: Future[None]
+    updates: int = 0
+
+
+@dataclass
+class SnapshotWriter:
+    """Takes snapshots of one rank's shard.
+
+    Call :meth:`begin` after an optimizer step, :meth:`finish` before every optimizer step, :meth:`close` at the
+    end. All in one thread.
+    """
+
+    folder: Path
+    """The job's folder (:func:`job_dir`)."""
+    coordinate: Coordinate
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    memory_bytes: int | None = None
+    """Bound of this shard's buffers together; None: what the file system has free."""
+    copy_threads: int = 1
+    taken: list[Taken] = field(default_factory=list)
+    """The last few snapshots, newest last."""
+    _flight: _Flight | None = None
+    _maps: dict[int, Mapping] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._buffers = [Buffer(self.folder, self.coordinate.name, index) for index in range(BUFFERS)]
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+
+    def begin(self, source: Source) -> Taken:
+        """Start copying; the live tensors must not change before :meth:`finish` returns.
+
+        A snapshot that cannot be taken (no memory, every buffer being read) is skipped, with the reason in the
+        result: a missing snapshot must not stop training.
+        """
+        started = self.clock()
+        self.wait_committed()
+        tensors, nbytes = _place(source)
+        taken = Taken(step=source.step, begin_seconds=0.0, nbytes=nbytes)
+        try:
+            index, lock = self._choose(nbytes)
+        except SnapshotError as error:
+            taken.skipped = str(error)
+        else:
+            copied: Future[float] = Future()
+            committed = self._pool.submit(self._copy, index, lock, source, tensors, nbytes, copied)
+            self._flight = _Flight(taken, copied, committed)
+        taken.begin_seconds = self.clock() - started
+        self.taken = [*self.taken[-99:], taken]
+        return taken
+
+    def finish(self) -> float:
+        """Wait until the tensors have been copied; returns the seconds waited. To be called before every update.
+
+        From the second update on it also waits for the commit, so that at every moment the shards of all ranks
+        have a step in common.
+        """
+        flight = self._flight
+        if flight is None:
+            return 0.0
+        started = self.clock()
+        flight.taken.copy_seconds = flight.copied.result()
+        flight.updates += 1
+        if flight.updates > 1:
+            self.wait_committed()
+        waited = self.clock() - started
+        flight.taken.wait_seconds += waited
+        return waited
+
+    def wait_committed(self) -> None:
+        """Wait until the snapshot in flight, if any, is committed (or has failed)."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            flight.committed.result()
+
+    def close(self) -> None:
+        """Finish what is in flight and unmap; the files stay for whoever recovers from them."""
+        with contextlib.suppress(Exception):
+            self.wait_committed()
+        self._pool.shutdown()
+        self._maps.clear()
+
+    def _choose(self, nbytes: int) -> tuple[int, contextlib.ExitStack]:
+        """The buffer to overwrite, locked: a free one that holds nothing, else the oldest that nobody reads."""
+        held = [(self._buffers[index].describe(), index) for index in range(BUFFERS)]
+        roomy = [(said, index) for said, index in held if self._fits(index, nbytes)]
+        if not roomy:
+            raise SnapshotError(f"{self.folder}: no room for {nbytes / 1e6:.0f} MB of snapshot")
+        for _, index in sorted(roomy, key=lambda item: (item[0] is not None, item[0].step if item[0] else 0)):
+            stack = contextlib.ExitStack()
+            if stack.enter_context(self._buffers[index].lock(exclusive=True)):
+                return index, stack
+            stack.close()
+        raise SnapshotError("every buffer is being read")
+
+    def _fits(self, index: int, nbytes: int) -> bool:
+        """Whether buffer ``index`` has its memory already or can get it within the bound."""
+        sizes = [buffer.data_path.stat().st_size if buffer.data_path.exists() else 0 for buffer in self._buffers]
+        if sizes[index] == nbytes:
+            return True
+        total = sum(sizes) - sizes[index] + nbytes
+        if self.memory_bytes is not None and total > self.memory_bytes:
+            return False
+        return shutil.disk_usage(self.folder).free + sizes[index] > nbytes
+
+    def _copy(
+        self,
+        index: int,
+        lock: contextlib.ExitStack,
+        source: Source,
+        tensors: list[tuple[TensorEntry, torch.Tensor]],
+        nbytes: int,
+        copied: Future[float],
+    ) -> None:
+        with lock:
+            started = self.clock()
+            try:
+                mapping = self._mapping(index, nbytes)
+                with torch.no_grad():
+                    for entry, tensor in tensors:
+                        mapping.tensor(entry).copy_(tensor)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+            except BaseException as error:
+                copied.set_exception(SnapshotError(f"snapshot of step {source.step}: {error}"))
+                raise
+            copied.set_result(self.clock() - started)
+            entries = tuple(entry for entry, _ in tensors)
+            self._buffers[index].commit(source.describe(self.coordinate, entries, nbytes, mapping.hash()))
+
+    def _mapping(self, index: int, nbytes: int) -> Mapping:
+        """The buffer's memory, its old commit taken back; kept mapped from snapshot to snapshot."""
+        self._buffers[index].invalidate()
+        mapping = self._maps.get(index)
+        if mapping is None or mapping.nbytes != nbytes:
+            mapping = Mapping(self._buffers[index].data_path, nbytes, writable=True)
+            self._maps[index] = mapping
+        return mapping
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a snapshot is taken of: live tensors with their places, and the plain state as of now."""
+
+    job: str
+    incarnation: int
+    token: int
+    step: int
+    consumed_samples: int
+    created: float
+    persist: bool
+    tensors: tuple[Any, ...]
+    """Megatron ``ShardedTensor`` objects that refer to live tensors."""
+    objects: tuple[dict[str, Any], ...]
+    common: Any
+    description: dict[str, Any]
+
+    def describe(self, coordinate: Coordinate, entries: tuple[TensorEntry, ...], nbytes: int, xxh3: str) -> Description:
+        """The description of the finished copy."""
+        return Description(
+            job=self.job,
+            incarnation=self.incarnation,
+            token=self.token,
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            created=self.created,
+            persist=self.persist,
+            coordinate=coordinate,
+            nbytes=nbytes,
+            xxh3=xxh3,
+            tensors=entries,
+            objects=self.objects,
+            common=self.common,
+            description=self.description,
+        )
+
+
+def _place(source: Source) -> tuple[list[tuple[TensorEntry, torch.Tensor]], int]:
+    """Where each tensor goes in the buffer, and how large that is."""
+    placed = []
+    offset = 0
+    for sharded in source.tensors:
+        data = sharded.data.detach()
+        nbytes = data.numel() * data.itemsize
+        entry = TensorEntry(
+            key=sharded.key,
+            dtype=plain.dtype_name(data.dtype),
+            local_shape=tuple(sharded.local_shape),
+            global_shape=tuple(sharded.global_shape),
+            global_offset=tuple(sharded.global_offset),
+            axis_fragmentations=sharded.axis_fragmentations,
+            prepend_axis_num=sharded.prepend_axis_num,
+            replica_id=_as_tuple(sharded.replica_id),
+            allow_shape_mismatch=sharded.allow_shape_mismatch,
+            offset=offset,
+            nbytes=nbytes,
+        )
+        placed.append((entry, data.reshape(entry.local_shape)))
+        offset = -(-(offset + nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return placed, offset
+
+
+def _as_tuple(replica_id: Any) -> tuple[int, ...]:
+    return (replica_id,) if isinstance(replica_id, int) else tuple(replica_id)
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One committed buffer, found by a reader."""
+
+    buffer: Buffer
+    description: Description
+
+
+@dataclass(frozen=True)
+class SnapshotSet:
+    """Shards of one step and one layout."""
+
+    step: int
+    incarnation: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every coordinate of the layout is there."""
+        layout = self.shards[0].description.coordinate.layout
+        return len({shard.description.coordinate for shard in self.shards}) == layout[0] * layout[1] * layout[2]
+
+
+def find(folder: Path) -> list[SnapshotSet]:
+    """All snapshots in a job's folder, newest first (by step, then incarnation); some may be incomplete."""
+    groups: dict[tuple[int, int, tuple[int, int, int]], dict[Coordinate, Shard]] = {}
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        if path.name.startswith("."):
+            continue
+        stem, _, index = path.name.removesuffix(".json").rpartition(".")
+        if not stem or not index.isdigit():
+            continue
+        buffer = Buffer(folder, stem, int(index))
+        said = buffer.describe()
+        if said is not None:
+            key = (said.step, said.incarnation, said.coordinate.layout)
+            groups.setdefault(key, {})[said.coordinate] = Shard(buffer, said)
+    return [
+        SnapshotSet(step, incarnation, tuple(group.values()))
+        for (step, incarnation, _), group in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+    ]
+
+
+@contextlib.contextmanager
+def opened(shard: Shard) -> Iterator[Mapping]:
+    """Hold one shard against being overwritten, and map it.
+
+    Raises:
+        SnapshotError: it was overwritten or is being overwritten now.
+    """
+    with shard.buffer.lock(exclusive=False) as free:
+        said = shard.buffer.describe() if free else None
+        if said is None or (said.step, said.incarnation, said.xxh3) != (
+            shard.description.step,
+            shard.description.incarnation,
+            shard.description.xxh3,
+        ):
+            raise SnapshotError(f"{shard.buffer.data_path}: step {shard.description.step} was overwritten meanwhile")
+        yield Mapping(shard.buffer.data_path, shard.description.nbytes, writable=False)
+
+
+def verify(shard: Shard, mapping: Mapping) -> None:
+    """Compare a shard's bytes with its hash.
+
+    Raises:
+        SnapshotError: they differ.
+    """
+    found = mapping.hash()
+    if found != shard.description.xxh3:
+        raise SnapshotError(
+            f"{shard.buffer.data_path}: hash {found}, description says {shard.description.xxh3} "
+            f"(step {shard.description.step})"
+        )
