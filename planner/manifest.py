@@ -134,6 +134,10 @@ class Described:
     description: Mapping[str, Any] | None = None
     """Content of ``planaria.json``; None writes no such file."""
 
+    def own_fields(self) -> dict[str, Any]:
+        """What the manifest will say besides the files."""
+        return {key: getattr(self, key) for key in _OWN_FIELDS}
+
 
 DescribeFiles = Callable[[Path, Sequence[str]], dict[str, dict[str, Any]]]
 """(folder, relative names) → ``{name: {"bytes", "xxh3"}}``, as :func:`describe_files`."""
@@ -167,27 +171,28 @@ def publish(
 
 def publish_described(folder: Path, described: Described, describe: DescribeFiles | None = None) -> Manifest:
     """:func:`publish` with the fields in one value and, if wanted, another way to read the files back."""
+    manifest = prepare(folder, described, describe)
+    commit(folder, manifest)
+    return manifest
+
+
+def prepare(folder: Path, described: Described, describe: DescribeFiles | None = None) -> Manifest:
+    """Write ``planaria.json``, make every file and folder durable, hash them; the manifest that may be committed."""
     if described.description is not None:
-        said = {key: getattr(described, key) for key in _OWN_FIELDS}
-        write_json(folder / DESCRIPTION, dict(described.description) | {"published": said})
+        write_json(folder / DESCRIPTION, dict(described.description) | {"published": described.own_fields()})
     names = list_files(folder)
     for name in names:
         with (folder / name).open("rb") as stream:
             os.fsync(stream.fileno())
     for base, _, _ in os.walk(folder):
         fsync_dir(Path(base))
+    return Manifest(files=(describe or describe_files)(folder, names), extra=described.extra, **described.own_fields())
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Write a prepared manifest: from here on ``folder`` is published, and durably so, its own name included."""
     fsync_dir(folder.parent)
-    manifest = Manifest(
-        job=described.job,
-        step=described.step,
-        consumed_samples=described.consumed_samples,
-        incarnation=described.incarnation,
-        created=described.created,
-        files=(describe or describe_files)(folder, names),
-        extra=described.extra,
-    )
     write_json(folder / NAME, manifest.to_json())
-    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -13,6 +13,7 @@ are public (cases.md, C3).
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import queue
 import warnings
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
@@ -105,26 +107,25 @@ class _ThreadWriter(FileSystemWriterAsync):  # type: ignore[misc]
             as_tensors = [pair for pair in resolved if pair[0].type != WriteItemType.BYTE_IO]
             self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, (as_bytes, as_tensors)))
 
-    def write_now(self) -> None:
-        """Write and sync all planned buckets, and keep the results where the finalisation looks."""
+    def write_now(self) -> dict[str, str]:
+        """Write and sync all planned buckets; the hash of each file. Results go where the finalisation looks."""
         buckets = self.write_buckets or []
         with ThreadPoolExecutor(max_workers=max(1, len(buckets))) as pool:
-            results = list(pool.map(self._write_bucket, buckets))
+            written = list(pool.map(self._write_bucket, buckets))
         self.results_queue = queue.Queue()
-        self.results_queue.put(dict(enumerate(results)))
+        self.results_queue.put({index: results for index, (results, _) in enumerate(written)})
+        return {bucket[1]: digest for bucket, (_, digest) in zip(buckets, written, strict=True)}
 
-    def _write_bucket(self, bucket: Any) -> list[WriteResult]:
+    def _write_bucket(self, bucket: Any) -> tuple[list[WriteResult], str]:
         path, storage_key, (as_bytes, as_tensors) = bucket
         transforms = [self.transforms] if hasattr(self, "transforms") else []
         results = []
-        with open(path, "wb") as stream:
+        with HashingStream(path) as stream:
             for item, data in as_bytes:
                 results.append(_write_item(*transforms, stream, data, item, storage_key, **_SERIALIZATION))
             for item, tensor in as_tensors:
                 results.append(_write_item(*transforms, stream, _on_host(tensor), item, storage_key, **_SERIALIZATION))
-            stream.flush()
-            os.fsync(stream.fileno())
-        return results
+            return results, stream.sync()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,11 +134,50 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
 
 
+class HashingStream(io.RawIOBase):
+    """A file that hashes what is written through it, so that the read-back has something to be compared with."""
+
+    def __init__(self, path: str) -> None:
+        self._inner = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in close()
+        self._digest = xxhash.xxh3_128()
+        self._at = 0
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        written = 0
+        while written < len(view):
+            written += self._inner.write(view[written:])
+        self._at += written
+        return written
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._at
+
+    def sync(self) -> str:
+        """Make the bytes durable; their xxh3-128."""
+        os.fsync(self._inner.fileno())
+        return str(self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._inner.close()
+        super().close()
+
+
 class ThreadedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """The ``torch_dist`` format, saved synchronously and in process."""
 
     def __init__(self, thread_count: int = 1) -> None:
         super().__init__("torch_dist", 1, thread_count=thread_count)
+        self.written: dict[str, str] = {}
+        """xxh3 of each shard file that this rank wrote, as it was handed to the kernel."""
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Plan, write and finalise (collective); an error on one rank is raised on all."""
@@ -148,7 +188,7 @@ class ThreadedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         (_, metadata, wrapper), *_ = save_state_dict_async_plan(tensors, writer, None, 0, planner=planner)
         with agreed("writing the shards"):
-            writer.write_now()
+            self.written = writer.write_now()
         results = wrapper.gather_object(writer.retrieve_write_results())
         with agreed("writing the checkpoint's metadata"):
             if wrapper.is_coordinator:
@@ -175,16 +215,22 @@ def write_dist(
     write_parts(sharded, common, folder, thread_count=thread_count)
 
 
-def write_parts(sharded: Any, common: dict[str, Any], folder: Path, *, thread_count: int = 1) -> None:
-    """:func:`write_dist` for a state that is split into its sharded and its common part already."""
+def write_parts(sharded: Any, common: dict[str, Any], folder: Path, *, thread_count: int = 1) -> dict[str, str]:
+    """:func:`write_dist` for a state that is split into its sharded and its common part already.
+
+    Returns:
+        xxh3 of the shard files that this rank wrote, by name in ``folder``.
+    """
+    strategy = ThreadedSaveStrategy(thread_count)
     with quiet_torch():
         with agreed(f"writing {COMMON}"):
             if dist.get_rank() == 0:
                 get_default_save_common_strategy().save_common(common, str(folder))
-        ThreadedSaveStrategy(thread_count).save(sharded, folder)
+        strategy.save(sharded, folder)
         with agreed("finishing the save"):
             if dist.get_rank() == 0:
                 save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    return strategy.written
 
 
 def read_common(folder: Path) -> dict[str, Any]:

@@ -192,7 +192,9 @@ def commit(
     on_stage: Callable[[str], None] = lambda name: None,
     describe: manifest.DescribeFiles | None = None,
 ) -> bool:
-    """Turn a finished work directory into the published ``target``: rename, then the manifest; under the lock.
+    """Turn a finished work directory into the published ``target``.
+
+    Syncing and hashing come first; fence, rename, manifest and ``latest`` are one short step under the lock.
 
     If ``target`` is published already and verifies, it stays: a replayed step has the same content, and
     somebody may be reading it.
@@ -212,24 +214,25 @@ def commit(
     Raises:
         FencedError: a newer incarnation has taken over.
     """
+    whole = (target / manifest.NAME).exists() and not examine(target, described.step)
+    said = None if whole else manifest.prepare(work, described, describe)
     with locked(target.parent):
         if fence is not None:
             check_fence(target.parent, fence)
-        used = not (target / manifest.NAME).exists() or bool(examine(target, described.step))
-        if used:
+        if said is not None:
             on_stage("rename")
             remove_tree(target)
             work.rename(target)
             on_stage("publish")
             try:
-                manifest.publish_described(target, described, describe)
+                manifest.commit(target, said)
             except BaseException:
                 remove_tree(target)
                 raise
         if latest:
             on_stage("latest")
             move_latest(target.parent, target.name)
-    return used
+    return said is not None
 
 
 def clear_debris(folder: Path) -> list[Path]:

@@ -1,0 +1,265 @@
+"""Where published checkpoints live: a folder, or an object store by fsspec URL. Same rules for both.
+
+The manifest is the commit point everywhere. An object store has no rename and no lock: files go straight under
+``step-XXXXXXXX/``, are read back and compared, and only then the manifest is written, in one object; the fence is
+checked right before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from planner import manifest, retention
+from planner.errors import BadInputError, FencedError, MissingServiceError
+from pretrain import published, readback
+from pretrain.published import FENCE, LATEST, Fence, Refusal
+
+_CHUNK = 8 << 20
+
+
+class Target(Protocol):
+    """A place of published checkpoints. One fenced writer, any number of readers."""
+
+    def work_dir(self, step: int, fence: Fence) -> Path:
+        """An empty local directory to prepare a step in."""
+
+    def publish(self, work: Path, described: manifest.Described, fence: Fence, written: Mapping[str, str]) -> str:
+        """Publish a finished work directory and let ``latest`` name it; where it is now.
+
+        ``written`` has the xxh3 of files as they were written; what is read back must be the same.
+        """
+
+    def steps(self) -> list[int]:
+        """Published steps, oldest first."""
+
+    def retain(
+        self, *, keep: int, keep_every: int | None, newest_verified: int, protected: Collection[int] = ()
+    ) -> list[int]:
+        """Apply retention after a publication; the steps deleted."""
+
+    def claim(self, fence: Fence) -> None:
+        """Take the right to publish; older incarnations are refused from now on."""
+
+    def newest_verified(self, cache: Path) -> tuple[Path | None, list[Refusal]]:
+        """The newest step that verifies, as a local directory (below ``cache`` where it had to be fetched)."""
+
+
+def open_target(where: str, scratch: Path, *, hash_threads: int = 2) -> Target:
+    """The target at a path or URL.
+
+    Args:
+        where: folder, or a URL that fsspec knows (``s3://bucket/prefix``, ``file:///…``, ``memory://``).
+        scratch: local folder in which steps for an object store are prepared.
+        hash_threads: files hashed or sent at a time.
+
+    Raises:
+        BadInputError: a URL that fsspec cannot open.
+    """
+    if "://" not in where:
+        return FolderTarget(Path(where).expanduser(), hash_threads=hash_threads)
+    if where.startswith("file://"):
+        return FolderTarget(Path(where.removeprefix("file://")), hash_threads=hash_threads)
+    return ObjectTarget(where, scratch, threads=hash_threads)
+
+
+class FolderTarget:
+    """A folder on a local or shared file system."""
+
+    def __init__(self, folder: Path, *, hash_threads: int = 2) -> None:
+        self.folder = folder
+        self._threads = hash_threads
+
+    def work_dir(self, step: int, fence: Fence) -> Path:
+        """A hidden directory beside the published ones, empty."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        work = published.work_dir(self.folder, step, fence)
+        published.remove_tree(work)
+        work.mkdir()
+        return work
+
+    def publish(self, work: Path, described: manifest.Described, fence: Fence, written: Mapping[str, str]) -> str:
+        """Rename, read back from the disk, manifest, ``latest``."""
+        target = self.folder / manifest.step_dir_name(described.step)
+        read_back = functools.partial(readback.describe_from_disk, threads=self._threads, written=written)
+        published.commit(work, target, fence=fence, described=described, describe=read_back)
+        return str(target)
+
+    def steps(self) -> list[int]:
+        """Published steps, oldest first."""
+        return [step for step, _ in published.published(self.folder)]
+
+    def retain(
+        self, *, keep: int, keep_every: int | None, newest_verified: int, protected: Collection[int] = ()
+    ) -> list[int]:
+        """Delete what retention allows."""
+        gone = published.apply_retention(
+            self.folder, keep=keep, keep_every=keep_every, newest_verified=newest_verified, protected=protected
+        )
+        return [parsed[0] for path in gone if (parsed := manifest.parse_step_dir(path.name))]
+
+    def claim(self, fence: Fence) -> None:
+        """See :func:`pretrain.published.claim`."""
+        published.claim(self.folder, fence)
+
+    def newest_verified(self, cache: Path) -> tuple[Path | None, list[Refusal]]:
+        """The directory itself; nothing is copied."""
+        return published.newest_verified(self.folder)
+
+
+class ObjectTarget:
+    """An object store through fsspec."""
+
+    def __init__(self, url: str, scratch: Path, *, threads: int = 4) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        self._scratch = scratch
+        self._threads = threads
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise BadInputError(f"checkpoint.dir {url}: cannot be opened ({error})") from error
+        self._fs.use_listings_cache = False
+
+    def _path(self, *parts: str) -> str:
+        return "/".join([self._root, *parts])
+
+    def work_dir(self, step: int, fence: Fence) -> Path:
+        """A directory in the scratch folder, empty."""
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        work = published.work_dir(self._scratch, step, fence)
+        published.remove_tree(work)
+        work.mkdir()
+        return work
+
+    def publish(self, work: Path, described: manifest.Described, fence: Fence, written: Mapping[str, str]) -> str:
+        """Upload, read back, manifest, ``latest``; an upload that fails is taken away again."""
+        name = manifest.step_dir_name(described.step)
+        self._check_fence(fence)
+        read_back = functools.partial(readback.describe_from_disk, threads=self._threads, written=written)
+        said = manifest.prepare(work, described, read_back)
+        names, files = list(said.files), said.files
+        self._remove_step(described.step)
+        try:
+            with ThreadPoolExecutor(max_workers=self._threads) as pool:
+                list(pool.map(lambda file: self._send(work / file, self._path(name, file), files[file]["xxh3"]), names))
+            self._check_fence(fence)
+            self._fs.pipe_file(self._path(name, manifest.NAME), json.dumps(said.to_json(), indent=2).encode())
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._remove_step(described.step)
+            raise
+        self._fs.pipe_file(self._path(LATEST), f"{name}\n".encode())
+        shutil.rmtree(work, ignore_errors=True)
+        return f"{self.url}/{name}"
+
+    def _send(self, source: Path, target: str, wanted: str) -> None:
+        self._fs.put_file(str(source), target)
+        found = self._hash(target)
+        if found != wanted:
+            raise readback.NotWhatWasWrittenError(f"{target}: hash {found} came back, sent {wanted}")
+
+    def _hash(self, path: str) -> str:
+        digest = xxhash.xxh3_128()
+        with self._fs.open(path, "rb", cache_type="none", block_size=_CHUNK) as stream:
+            while data := stream.read(_CHUNK):
+                digest.update(data)
+        return str(digest.hexdigest())
+
+    def _read(self, *parts: str) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(self._path(*parts)))
+        except FileNotFoundError:
+            return None
+
+    def steps(self) -> list[int]:
+        """Published steps, oldest first."""
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        found = []
+        for entry in entries:
+            parsed = manifest.parse_step_dir(entry.rstrip("/").rpartition("/")[2])
+            if parsed and not parsed[1] and self._fs.exists(f"{entry.rstrip('/')}/{manifest.NAME}"):
+                found.append(parsed[0])
+        return sorted(found)
+
+    def retain(
+        self, *, keep: int, keep_every: int | None, newest_verified: int, protected: Collection[int] = ()
+    ) -> list[int]:
+        """Delete what retention allows, the manifest of each first."""
+        gone = retention.deletable(
+            self.steps(), keep=keep, keep_every=keep_every, newest_verified=newest_verified, protected=protected
+        )
+        for step in gone:
+            self._remove_step(step)
+        return gone
+
+    def _remove_step(self, step: int) -> None:
+        """Take a step away: the manifest first, so that it is never listed without its files."""
+        name = manifest.step_dir_name(step)
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name, manifest.NAME))
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._path(name)):
+            self._fs.rm(self._path(name), recursive=True)
+
+    def _fence(self) -> Fence | None:
+        raw = self._read(FENCE)
+        return None if raw is None else Fence(**json.loads(raw))
+
+    def _check_fence(self, own: Fence) -> None:
+        newest = self._fence()
+        if newest is not None and own.older_than(newest):
+            raise FencedError(f"{self.url}: {own} may not publish: {newest} has taken over")
+
+    def claim(self, fence: Fence) -> None:
+        """Take the right to publish; refused where a newer incarnation of the job has it."""
+        newest = self._fence()
+        if newest is not None and newest.job == fence.job:
+            self._check_fence(fence)
+        if newest != fence:
+            self._fs.pipe_file(self._path(FENCE), json.dumps(vars(fence)).encode())
+
+    def newest_verified(self, cache: Path) -> tuple[Path | None, list[Refusal]]:
+        """Fetch the newest step and verify it here; if it is broken, the one before it, and so on."""
+        refused: list[Refusal] = []
+        for step in reversed(self.steps()):
+            name = manifest.step_dir_name(step)
+            place = cache / name
+            if not (place.is_dir() and not published.examine(place, step)):
+                published.remove_tree(place)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                self._fetch(name, place)
+            problems = published.examine(place, step)
+            if not problems:
+                return place, refused
+            refused.append(Refusal(place, step, problems))
+            published.remove_tree(place)
+        return None, refused
+
+    def _fetch(self, name: str, place: Path) -> None:
+        try:
+            raw = self._read(name, manifest.NAME)
+            files = json.loads(raw or b"{}").get("files", {})
+            for file in files:
+                if ".." in Path(file).parts or Path(file).is_absolute():
+                    continue  # named as a problem by the verification
+                (place / file).parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.get_file(self._path(name, file), str(place / file))
+            place.mkdir(parents=True, exist_ok=True)
+            (place / manifest.NAME).write_bytes(raw or b"")
+        except (OSError, ValueError, AttributeError) as error:
+            raise MissingServiceError(f"{self.url}/{name}: cannot be fetched ({error})") from error
