@@ -228,6 +228,13 @@ class StartStore(Message):
     incarnation: int
 
 
+class StopStore(Message):
+    """End the rendezvous store of a job on this node: the job is over, or another node has its store now."""
+
+    kind: Literal["stop_store"] = "stop_store"
+    job: str
+
+
 class StartRanks(Message):
     """Start one process per spec, each in its own session."""
 
@@ -297,7 +304,7 @@ class Leave(Message):
 
 
 Command = Annotated[
-    StartStore | StartRanks | StopRanks | TellRanks | StartWorker | StopWorker | Stage | Unstage | Leave,
+    StartStore | StopStore | StartRanks | StopRanks | TellRanks | StartWorker | StopWorker | Stage | Unstage | Leave,
     Field(discriminator="kind"),
 ]
 COMMANDS: TypeAdapter[Any] = TypeAdapter(Command)
@@ -321,6 +328,12 @@ class NodeReady(Report):
     """(job, incarnation, rank) of the ranks that survived the agent and were adopted."""
     workers: list[str] = []
     """Workers that were adopted."""
+
+
+class NodeLeft(Report):
+    """The agent was told to leave and has ended everything it ran."""
+
+    kind: Literal["node_left"] = "node_left"
 
 
 class StoreReady(Report):
@@ -434,6 +447,7 @@ class Staged(Report):
 
 AgentReport = Annotated[
     NodeReady
+    | NodeLeft
     | StoreReady
     | CommandFailed
     | MessageRefused

@@ -1,0 +1,366 @@
+"""What an agent's commands do: stores, ranks, workers and staged models, each as processes of its table."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner import manifest
+from planner.errors import BadInputError
+from planner.files import write_json
+from planner.messages import (
+    AgentReport,
+    CommandFailed,
+    LeaveCollective,
+    RankSpec,
+    RankStarted,
+    Reform,
+    Stage,
+    Staged,
+    StartRanks,
+    StartStore,
+    StartWorker,
+    StopRanks,
+    StopStore,
+    StopWorker,
+    StoreReady,
+    TellRanks,
+    Unstage,
+    WorkerStarted,
+)
+from planner.store import ClusterStore
+from pretrain.agent_devices import Devices
+from pretrain.agent_processes import Launch, ProcessTable, Watched
+from pretrain.agent_socket import RankChannel
+
+if TYPE_CHECKING:
+    from pretrain.agent import AgentSettings
+
+_SECRET_VARIABLES = ("PLANARIA_URL", "PLANARIA_SECRET_FILE")
+"""What no rank gets to see: a rank speaks for its job alone, with the job's token."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class AgentWork:
+    """Carries out an agent's commands; used by its main thread.
+
+    Args:
+        report: takes reports for the coordinator.
+    """
+
+    def __init__(
+        self,
+        store: ClusterStore,
+        settings: AgentSettings,
+        devices: Devices,
+        table: ProcessTable,
+        channel: RankChannel,
+        report: Callable[[Any], None],
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._devices = devices
+        self._table = table
+        self._channel = channel
+        self._report = report
+        self._ports: dict[str, int] = {}
+        self._newest: dict[str, int] = {}
+        self._specs = settings.run_dir / "specs"
+        self._specs.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def _now(self) -> float:
+        return self._store.clock.time()
+
+    def _environment(self, threads: int, **more: str) -> dict[str, str]:
+        return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONUNBUFFERED": "1", **more}
+
+    # ------------------------------------------------------------------ stores
+
+    def start_store(self, command: StartStore) -> None:
+        """Bind a port, hand it to a new store process (or name the job's living one) and tell where it is."""
+        key = f"store:{command.job}"
+        if self._table.get(key) is None:
+            with socket.socket() as listener:
+                listener.bind((self._settings.address, 0))
+                listener.listen(1024)
+                self._ports[command.job] = int(listener.getsockname()[1])
+                self._launch_store(command.job, key, listener.fileno())
+        self._report(
+            StoreReady(
+                time=self._now(),
+                job=command.job,
+                incarnation=command.incarnation,
+                host=self._settings.address,
+                port=self._ports[command.job],
+            )
+        )
+
+    def _launch_store(self, job: str, key: str, fd: int) -> None:
+        environment = {name: value for name, value in self._environment(1).items() if name not in _SECRET_VARIABLES}
+        program = [sys.executable, "-m", "pretrain.store", "--fd", str(fd), "--host", self._settings.address]
+        program += ["--port", str(self._ports[job]), "--parent", str(os.getpid())]
+        self._table.start(
+            Launch(
+                key=key,
+                argv=tuple(program),
+                env=environment,
+                log=self._settings.run_dir / "logs" / f"store-{job}.log",
+                about={"kind": "store", "job": job},
+                pass_fds=(fd,),
+            )
+        )
+
+    def stop_store(self, command: StopStore) -> None:
+        """End a job's store."""
+        if (process := self._table.get(f"store:{command.job}")) is not None:
+            self._table.end(process, 0)
+
+    # ------------------------------------------------------------------ ranks
+
+    def start_ranks(self, command: StartRanks) -> None:
+        """Start one process per spec. Repeated or overtaken commands start nothing.
+
+        Raises:
+            ValueError: an incarnation older than one seen before, a slot that is not there or not free.
+        """
+        for spec, slot in zip(command.specs, command.slots, strict=True):
+            if self._table.get(_rank_key(spec.job, spec.incarnation, spec.rank)) is not None:
+                continue
+            if spec.incarnation < self._newest.get(spec.job, 0):
+                raise ValueError(f"incarnation {spec.incarnation} of job {spec.job} is over")
+            self._check_slot(slot)
+            self._newest[spec.job] = spec.incarnation
+            self._start_rank(spec, slot, command.lease)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self._devices.slots:
+            raise ValueError(f"slot {slot} does not exist on this node of {self._devices.slots}")
+        holder = next((process for process in self._table if slot in process.slots), None)
+        if holder is not None:
+            raise ValueError(f"slot {slot} is held by {holder.key}, pid {holder.pid}")
+
+    def _start_rank(self, spec: RankSpec, slot: int, lease: str) -> None:
+        threads = self._devices.threads_per_slot
+        full = spec.model_copy(
+            update={
+                "agent_socket": str(self._channel.path),
+                "threads": threads,
+                "device": self._devices.name(slot),
+                "bind_address": self._settings.address,
+            }
+        )
+        path = self._spec_path(spec.job, spec.incarnation, spec.rank)
+        write_json(path, full.model_dump(mode="json", by_alias=True), mode=0o600)
+        program = self._settings.rank_program or (sys.executable, "-m", "pretrain.rank")
+        environment = {
+            name: value for name, value in self._environment(threads).items() if name not in _SECRET_VARIABLES
+        }
+        process = self._table.start(
+            Launch(
+                key=_rank_key(spec.job, spec.incarnation, spec.rank),
+                argv=(*program, str(path)),
+                env=environment,
+                log=self._log_of(spec),
+                about={
+                    "kind": "rank",
+                    "job": spec.job,
+                    "incarnation": spec.incarnation,
+                    "rank": spec.rank,
+                    "lease_token": spec.lease_token,
+                    "spec": str(path),
+                },
+                lease=lease,
+                slots=(slot,),
+            )
+        )
+        self._report(
+            RankStarted(
+                time=self._now(), job=spec.job, incarnation=spec.incarnation, rank=spec.rank, slot=slot, pid=process.pid
+            )
+        )
+
+    def _spec_path(self, job: str, incarnation: int, rank: int) -> Path:
+        return self._specs / f"{job}-{incarnation}-{rank}.json"
+
+    def _log_of(self, spec: RankSpec) -> Path:
+        """In the job's folder, or here where that cannot be written (another host's disk)."""
+        name = f"inc-{spec.incarnation}-rank-{spec.rank}.log"
+        logs = Path(spec.job_folder) / "logs"
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            logs = self._settings.run_dir / "logs" / spec.job
+        return logs / name
+
+    def forget_spec(self, about: Mapping[str, Any]) -> None:
+        """Remove the spec (it holds the job's token) of a rank that ended."""
+        Path(about["spec"]).unlink(missing_ok=True)
+
+    def _ranks(self, job: str, incarnation: int) -> list[Watched]:
+        return [
+            process
+            for process in self._table
+            if process.about["kind"] == "rank"
+            and process.about["job"] == job
+            and process.about["incarnation"] == incarnation
+        ]
+
+    def stop_ranks(self, command: StopRanks) -> None:
+        """End all ranks of an incarnation; those that are gone already are no error."""
+        for process in self._ranks(command.job, command.incarnation):
+            self._table.end(process, command.grace_seconds)
+
+    def tell_ranks(self, command: TellRanks) -> None:
+        """Hand a message to all ranks of an incarnation; a re-form gives them their new names afterwards."""
+        ranks = self._ranks(command.job, command.incarnation)
+        for process in ranks:
+            self._channel.send(_who(process), command.message)
+        if isinstance(command.message, Reform):
+            self._rename(ranks, command.job, command.message)
+
+    def _rename(self, ranks: list[Watched], job: str, reform: Reform) -> None:
+        for process in ranks:
+            new = reform.ranks.get(int(process.about["rank"]))
+            if new is not None:
+                about = {**process.about, "incarnation": reform.incarnation, "rank": new}
+                self._channel.rename(_who(process), (job, reform.incarnation, new))
+                self._table.relabel(process, _rank_key(job, reform.incarnation, new), about)
+        self._newest[job] = max(self._newest.get(job, 0), reform.incarnation)
+
+    def tell_peers(self, process: Watched) -> None:
+        """A rank is gone unasked: its peers on this node must not wait for it in a collective."""
+        if process.about["kind"] != "rank" or process.asked:
+            return
+        job, incarnation = str(process.about["job"]), int(process.about["incarnation"])
+        reason = f"rank {process.about['rank']} is gone"
+        for peer in self._ranks(job, incarnation):
+            if peer is not process:
+                self._channel.send(_who(peer), LeaveCollective(incarnation=incarnation, reason=reason))
+
+    # ------------------------------------------------------------------ workers
+
+    def start_worker(self, command: StartWorker) -> None:
+        """Start a Celery worker by the ``planaria`` command, its lease in the environment.
+
+        Raises:
+            ValueError: a slot that is not there or not free.
+        """
+        key = f"worker:{command.worker}"
+        if self._table.get(key) is not None:
+            return
+        for slot in command.slots:
+            self._check_slot(slot)
+        program = [sys.executable, "-m", "planner.cli", "worker", "--kind", command.worker_kind]
+        program += ["--name", command.worker]
+        if command.slots:
+            program += ["--slots", ",".join(f"{self._settings.node}/{slot}" for slot in command.slots)]
+        process = self._table.start(
+            Launch(
+                key=key,
+                argv=tuple(program),
+                env=self._worker_environment(command),
+                log=self._settings.run_dir / "logs" / f"worker-{command.worker}.log",
+                about={"kind": "worker", "worker": command.worker, "lease_token": command.lease_token},
+                lease=command.lease,
+                slots=tuple(command.slots),
+            )
+        )
+        self._report(WorkerStarted(time=self._now(), worker=command.worker, pid=process.pid))
+
+    def _worker_environment(self, command: StartWorker) -> dict[str, str]:
+        threads = self._devices.threads_per_slot * max(1, len(command.slots))
+        more = {"PLANARIA_URL": self._store.url, "PLANARIA_NODE": self._settings.node}
+        if self._settings.state_dir is not None:
+            more["PLANARIA_STATE_DIR"] = str(self._settings.state_dir)
+        if self._settings.secret_file is not None:
+            more["PLANARIA_SECRET_FILE"] = str(self._settings.secret_file)
+        if command.lease is not None:
+            more |= {"PLANARIA_LEASE": command.lease, "PLANARIA_LEASE_TOKEN": str(command.lease_token)}
+        if self._devices.kind == "cuda":
+            more["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, command.slots))
+        environment = self._environment(threads, **more)
+        if command.lease is None:
+            for name in ("PLANARIA_LEASE", "PLANARIA_LEASE_TOKEN"):
+                environment.pop(name, None)
+        return environment
+
+    def stop_worker(self, command: StopWorker) -> None:
+        """Drain a worker: SIGTERM, SIGKILL after the grace."""
+        if (process := self._table.get(f"worker:{command.worker}")) is not None:
+            self._table.end(process, command.grace_seconds)
+
+    # ------------------------------------------------------------------ staged models
+
+    def _shm(self) -> Path:
+        base = os.environ.get("PLANARIA_SHM") or f"/dev/shm/planaria-{self._settings.node}"
+        return Path(base) / "models"
+
+    def stage(self, command: Stage | Unstage) -> None:
+        """Copy a model into memory in a thread of its own, or drop it."""
+        target = self._shm() / _safe_name(command.digest)
+        if isinstance(command, Unstage):
+            shutil.rmtree(target, ignore_errors=True)
+            return
+        threading.Thread(target=self._copy, args=(command, target), daemon=True).start()
+
+    def _copy(self, command: Stage, target: Path) -> None:
+        started = time.monotonic()
+        try:
+            size = _copy_verified(Path(command.path), target)
+        except (OSError, BadInputError) as error:
+            self._report(CommandFailed(time=self._now(), command=command.kind, reason=f"{command.path}: {error}"))
+            return
+        seconds = time.monotonic() - started
+        self._report(Staged(time=self._now(), digest=command.digest, path=str(target), bytes=size, seconds=seconds))
+
+
+def _rank_key(job: str, incarnation: int, rank: int) -> str:
+    return f"rank:{job}:{incarnation}:{rank}"
+
+
+def _who(process: Watched) -> tuple[str, int, int]:
+    return str(process.about["job"]), int(process.about["incarnation"]), int(process.about["rank"])
+
+
+def _safe_name(digest: str) -> str:
+    if not digest or not all(character.isalnum() or character in "-_" for character in digest):
+        raise ValueError(f"digest {digest!r} is not a plain name")
+    return digest
+
+
+def _copy_verified(source: Path, target: Path) -> int:
+    """Copy a model directory beside ``target``, check it against its manifest, move it into place; its bytes.
+
+    Raises:
+        BadInputError: what arrived is not what the manifest says.
+    """
+    if target.is_dir():
+        return _size(target)
+    work = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        shutil.copytree(source, work)
+        if (work / manifest.NAME).exists() and (problems := manifest.verify(work)):
+            raise BadInputError(f"{problems[0].file}: {problems[0].problem}")
+        with contextlib.suppress(OSError):
+            work.rename(target)
+        if not target.is_dir():
+            raise BadInputError("the copy could not be moved into place")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return _size(target)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+__all__ = ["AgentReport", "AgentWork"]
