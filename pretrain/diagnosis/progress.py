@@ -8,10 +8,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+from pretrain.diagnosis.origin import find_time
 from pretrain.diagnosis.reading import LogLine
 
 _STEP = re.compile(r"\b(?:iteration|iter|step)s?[ :=]+(\d+)(?:\s*/\s*(\d+))?", re.I)
 _LOSS = re.compile(r"\b(?:lm |train(?:ing)? |total )?loss[ :=]+([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))", re.I)
+_STEP_WORDS = ("iteration", "step", "Step", "iter ")
 _NOT_PROGRESS = re.compile(r"(?i)error|exception|traceback|checkpoint|saving|loading|failed|warning|validation|skipp")
 
 WINDOW = 50
@@ -34,16 +36,20 @@ class Progress:
     time: float | None
 
 
-def parse(line: LogLine, time: float | None) -> Progress | None:
+def parse(line: LogLine) -> Progress | None:
     """The progress that a line reports, or None."""
     text = line.text
+    if not any(word in text for word in _STEP_WORDS):
+        return None
     match = _STEP.search(text)
     if match is None:
         return None
     loss = _LOSS.search(text)
     if loss is None and (match.group(2) is None or _NOT_PROGRESS.search(text)):
         return None
-    return Progress(int(match.group(1)), float(loss.group(1)) if loss else None, line.file, line.number, time)
+    return Progress(
+        int(match.group(1)), float(loss.group(1)) if loss else None, line.file, line.number, find_time(text)
+    )
 
 
 @dataclass
@@ -59,6 +65,8 @@ class Course:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _outside: list[Progress] = field(default_factory=list)
+    _limit: float | None = None
+    _since_limit: int = 0
 
     def feed(self, progress: Progress) -> bool:
         """Take in a progress line; True if it is news (a later step than the last one)."""
@@ -77,18 +85,25 @@ class Course:
         if not math.isfinite(loss):
             self.not_finite = self.not_finite or progress
             return
-        if len(self._losses) >= 8 and self._is_outside(loss):
+        limit = self._upper_limit()
+        if limit is not None and loss > limit:
             self._outside.append(progress)
             if len(self._outside) > 4 * WINDOW:
                 del self._outside[WINDOW:-WINDOW]
             return
         self._outside.clear()
         self._losses.append(loss)
+        self._since_limit += 1
 
-    def _is_outside(self, loss: float) -> bool:
-        middle = median(self._losses)
-        spread = 1.4826 * median(abs(value - middle) for value in self._losses)
-        return loss - middle > max(BAND * spread, LEAST_RISE * abs(middle))
+    def _upper_limit(self) -> float | None:
+        """The band's upper end; worked out anew after every eighth loss inside it."""
+        if len(self._losses) < 8:
+            return None
+        if self._limit is None or self._since_limit >= 8:
+            middle = median(self._losses)
+            spread = 1.4826 * median(abs(value - middle) for value in self._losses)
+            self._limit, self._since_limit = middle + max(BAND * spread, LEAST_RISE * abs(middle)), 0
+        return self._limit
 
     def spike(self) -> list[Progress]:
         """Progress lines since the loss left its band for good; empty if it did not, or came back."""

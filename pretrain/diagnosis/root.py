@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from datetime import UTC, datetime
 from typing import Any
 
 from pretrain.diagnosis.origin import OriginMap, find_node, find_rank, find_time
@@ -22,7 +22,8 @@ NEAR = 14
 """Strengths this close count as equal: then the earlier line wins."""
 OUTLIVED = 2
 """Progress lines after an evidence that show the job outlived it."""
-MAX_EVIDENCE = 4000
+MAX_PER_NAME = 500
+"""Lines kept per rule since the last progress; the rest is only counted."""
 _SECTION = re.compile(
     r"^\W*(?:(?:dmesg|kernel|journalctl|kern\.log|syslog)\b|.*\b(?:dmesg|journalctl|kernel ring buffer|kernel log)\b)",
     re.I,
@@ -97,9 +98,37 @@ class Verdict:
         }  # fmt: skip
 
 
-@lru_cache(maxsize=50_000)
-def _kind(template: str, text: str) -> tuple[Rule | None, str | None, int]:
-    del template
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a line is, by its words alone: the rule, an exception's class and strength, and marks of the log's frame."""
+
+    rule: Rule | None
+    by_type: str | None
+    strength: int
+    good_end: bool
+    bad_end: bool
+    section: bool
+    stuck: bool
+    origin: bool
+    """The line may tell which rank runs where."""
+
+    @property
+    def is_evidence(self) -> bool:
+        return self.by_type is not None or (self.rule is not None and self.rule.role in (Role.ROOT, Role.CASCADE))
+
+
+_ORIGIN_WORDS = ("Root Cause", "host", "rank", "Rank", "exitcode", "NCCL")
+
+
+def _judge(text: str) -> _Kind:
+    rule, by_type, strength = _rule_of(text)
+    return _Kind(
+        rule, by_type, strength, _ENDED_WELL.search(text) is not None, _BAD_END.search(text) is not None,
+        _SECTION.match(text) is not None, _STUCK.search(text) is not None, any(word in text for word in _ORIGIN_WORDS),
+    )  # fmt: skip
+
+
+def _rule_of(text: str) -> tuple[Rule | None, str | None, int]:
     best: Rule | None = None
     for rule in shipped_rules():
         if rule.matches(text):
@@ -115,18 +144,18 @@ def _kind(template: str, text: str) -> tuple[Rule | None, str | None, int]:
 
 
 class _KindCache:
-    """What a line is, remembered per template: lines that differ only in numbers are judged once."""
+    """Lines that differ only in long numbers and times are judged once; bounded."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Rule | None, str | None, int]] = {}
+        self._known: dict[str, _Kind] = {}
 
-    def __call__(self, text: str) -> tuple[Rule | None, str | None, int]:
+    def __call__(self, text: str) -> _Kind:
         template = _VARIABLE.sub("#", text)
         found = self._known.get(template)
         if found is None:
             if len(self._known) > 50_000:
                 self._known.clear()
-            found = self._known[template] = _kind.__wrapped__(template, text)
+            found = self._known[template] = _judge(text)
         return found
 
 
@@ -153,63 +182,65 @@ class Collector:
     _await_rank: bool = False
     _year: int | None = None
     _kinds: _KindCache = field(default_factory=_KindCache)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _mortal: bool = False
 
     def feed(self, line: LogLine) -> None:
         """Take in one signal line."""
-        text = line.text
-        if "iteration" in text or "step" in text or "iter " in text:
-            progress = parse(line, None)
-            if progress is not None:
-                self._advance(line, text)
-                return
-        self._notice(line, text)
+        progress = parse(line)
+        if progress is not None:
+            self._advance(progress)
+        else:
+            self._notice(line, line.text)
 
-    def _advance(self, line: LogLine, text: str) -> None:
-        when = self._time(text)
-        progress = parse(line, when)
-        assert progress is not None
+    def _advance(self, progress: Progress) -> None:
         self._section = None
+        if progress.time is not None:
+            self.last_time = progress.time if self.last_time is None else max(progress.time, self.last_time)
+            if self._year is None:
+                self._year = datetime.fromtimestamp(progress.time, tz=UTC).year
         if self.course.feed(progress):
-            self.progress_marks.append((line.number, progress.step))
+            self.progress_marks.append((progress.number, progress.step))
             if len(self.progress_marks) > 2 * OUTLIVED + 2:
                 del self.progress_marks[0]
             self._forget_outlived()
 
     def _forget_outlived(self) -> None:
         """Drop evidence that ``OUTLIVED`` steps came after: memory stays bounded on endless logs."""
-        if len(self.progress_marks) <= OUTLIVED or not self.evidence:
+        if len(self.progress_marks) <= OUTLIVED or not self._mortal:
             return
         border = self.progress_marks[-OUTLIVED][0]
-        if self.evidence[0].line.number < border:
-            self.evidence = [item for item in self.evidence if item.latent or item.line.number >= border]
+        self.evidence = [item for item in self.evidence if item.latent or item.line.number >= border]
+        self._mortal = any(not item.latent for item in self.evidence)
+        self._counts.clear()
 
     def _time(self, text: str) -> float | None:
         when = find_time(text, self._year)
         if when is not None:
-            if self._year is None and re.search(r"20\d\d", text[:80]):
-                self._year = int(re.search(r"20\d\d", text[:80]).group())  # type: ignore[union-attr]
             self.last_time = when if self.last_time is None else max(when, self.last_time)
         return when
 
     def _notice(self, line: LogLine, text: str) -> None:
-        self.origins.feed(text)
-        self._summary(text)
-        if _SECTION.match(text) and (host := _SECTION_HOST.search(text)):
+        kind = self._kinds(text)
+        if kind.origin:
+            self.origins.feed(text)
+            self._summary(text)
+        if kind.section and (host := _SECTION_HOST.search(text)):
             self._section = host.group(1).rstrip(".-")
             return
-        kernel = _KERNEL_LINE.match(text) is not None
-        if not kernel and self._section is not None and text.strip():
+        if self._section is not None and text.strip() and _KERNEL_LINE.match(text) is None:
             self._section = None
-        if _STUCK.search(text) and (rank := find_rank(text)) is not None:
+        if kind.stuck and (rank := find_rank(text)) is not None:
             self.stuck.add(rank)
-        rule, by_type, strength = self._kinds(text)
-        if _ENDED_WELL.search(text):
+        if kind.good_end:
             self.ended_well = line.number
-        if _BAD_END.search(text):
+        if kind.bad_end:
             self.bad_end = line.number
-        if rule is None and by_type is None:
-            return
-        self._add(line, text, rule, by_type, strength)
+        if kind.rule is not None and kind.rule.role is Role.CONFIRMATION:
+            self._time(text)
+            self.time_limit = self.time_limit or kind.rule.name == "time-limit"
+        elif kind.is_evidence:
+            self._add(line, text, kind)
 
     def _summary(self, text: str) -> None:
         if _FIRST_FAILURE.search(text):
@@ -217,32 +248,29 @@ class Collector:
         elif self._await_rank and (match := _SUMMARY_RANK.match(text)):
             self.first_failure_rank, self._await_rank = int(match.group(1)), False
 
-    def _add(self, line: LogLine, text: str, rule: Rule | None, by_type: str | None, strength: int) -> None:
-        when = self._time(text)
-        if rule is not None and rule.role is Role.CONFIRMATION:
-            self.time_limit = self.time_limit or rule.name == "time-limit"
+    def _add(self, line: LogLine, text: str, kind: _Kind) -> None:
+        rule, is_root = kind.rule, kind.rule is not None and kind.rule.role is Role.ROOT
+        logged = _LOGGED.match(text) is not None
+        if logged and not (rule and rule.latent) and (_HANDLED.search(text) or (kind.by_type and rule is None)):
             return
-        if rule is not None and rule.role in (Role.ADVICE, Role.RECOVERED):
-            return
-        if (by_type is not None or not (rule and rule.latent)) and (_LOGGED.match(text) and _HANDLED.search(text)):
-            return
-        if by_type is not None and _LOGGED.match(text) and rule is None:
-            return
-        if len(self.evidence) >= MAX_EVIDENCE:
+        if rule is not None and not is_root:
+            self.cascades[rule.name] = self.cascades.get(rule.name, 0) + 1
+        name = rule.name if rule is not None else f"exception {kind.by_type}"
+        self._counts[name] = self._counts.get(name, 0) + 1
+        if self._counts[name] > MAX_PER_NAME:
             return
         if match := _SEQUENCE.search(text):
             self.sequences.setdefault(int(match.group(1)), int(match.group(2) or match.group(3)))
-        is_root = rule is not None and rule.role is Role.ROOT
-        if rule is not None and not is_root:
-            self.cascades[rule.name] = self.cascades.get(rule.name, 0) + 1
-        if rule is not None and (is_root or by_type is None or rule.role is Role.CASCADE):
-            kind = (rule.role, rule.root, rule.strength, rule.name, rule.latent, rule.severity, rule.action)
-        else:
-            kind = (Role.ROOT, by_type, strength, f"exception {by_type}", False, None, None)
-        role, root, strength, name, latent, severity, action = kind
+        when = self._time(text)
         order = (when if when is not None else (self.last_time or 0.0), line.number)
-        self.evidence.append(Evidence(line, order, role, root, strength, name, find_rank(text), self._node(text),
-                                      latent, severity, action))  # fmt: skip
+        rank, node = find_rank(text), self._node(text)
+        if rule is not None:
+            item = Evidence(line, order, rule.role, rule.root, rule.strength, name, rank, node, rule.latent,
+                            rule.severity, rule.action)  # fmt: skip
+        else:
+            item = Evidence(line, order, Role.ROOT, kind.by_type, kind.strength, name, rank, node)
+        self.evidence.append(item)
+        self._mortal = self._mortal or not item.latent
 
     def _node(self, text: str) -> str | None:
         return find_node(text) or (self._section if _KERNEL_LINE.match(text) else None)
