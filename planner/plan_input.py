@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from planner.errors import BadInputError
 from planner.loading import Settings, read_yaml, validate
+from planner.throughput import AnalyticSource, candidate_counts, profile
+from planner.throughput_model import HARDWARE, ModelShape, Training
 from planner.types import Cluster, Job, JobKind, Layout, ThroughputProfile
 
 
@@ -40,6 +42,8 @@ class ClusterInput(Settings):
     """FLOP that one currency unit is worth."""
     spare_value: Amount = 0.0
     """FLOP that each spare slot is worth at the next failure; 0 keeps no spares."""
+    gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb"] = "a100-80gb"
+    """What a slot is, for jobs that give a model instead of a throughput."""
     spares: Count = 1
     """Slots that are worth ``spare_value``; further ones are worth nothing."""
 
@@ -66,8 +70,52 @@ class LayoutInput(Settings):
     """Data-parallel size."""
 
 
+class ModelInput(Settings):
+    """A model whose throughput the analytic model gives (docs/allocator.md)."""
+
+    layers: Positive
+    """Transformer layers."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    ffn_hidden_size: Positive | None = None
+    """Width of the MLP; 4 × hidden_size when left out."""
+    heads: Positive
+    """Query heads."""
+    kv_heads: Positive | None = None
+    """Key and value heads; as many as query heads when left out."""
+    seq_length: Positive
+    """Tokens of a sample."""
+    vocab_size: Positive = 51200
+    """Entries of the embedding."""
+    gated: bool = False
+    """SwiGLU: three matrices in the MLP."""
+    global_batch: Positive
+    """Samples of a step."""
+
+    @model_validator(mode="after")
+    def _shape(self) -> ModelInput:
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        return self
+
+    def shape(self) -> ModelShape:
+        """For the analytic model."""
+        return ModelShape(
+            layers=self.layers,
+            hidden=self.hidden_size,
+            ffn_hidden=self.ffn_hidden_size or 4 * self.hidden_size,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            seq_length=self.seq_length,
+            vocab=self.vocab_size,
+            gated=self.gated,
+        )
+
+
 class JobInput(Settings):
-    """One job of the cluster."""
+    """One job of the cluster: ``throughput`` is needed, or a ``model`` that it can be derived from."""
 
     name: Annotated[str, Field(min_length=1)]
     """Unique name."""
@@ -77,8 +125,10 @@ class JobInput(Settings):
     """w(t): how much this job's FLOP/s are worth against others'."""
     min_workers: Count = 1
     """Below it F is 0."""
-    throughput: dict[Positive, Amount]
+    throughput: dict[Positive, Amount] | None = None
     """Aggregate FLOP/s at each feasible worker count."""
+    model: ModelInput | None = None
+    """Instead of ``throughput``: the best layout and its rate at each count that fits in memory."""
     layouts: dict[Positive, LayoutInput] = {}
     """Parallel sizes per count, shown as ``parallel`` in the plan."""
     workers: Count = 0
@@ -102,30 +152,42 @@ class JobInput(Settings):
 
     @model_validator(mode="after")
     def _layouts_fit(self) -> JobInput:
+        if (self.throughput is None) == (self.model is None):
+            raise ValueError("throughput: give either a throughput or a model")
+        if self.model is not None and self.layouts:
+            raise ValueError("layouts: they follow from the model; remove one of the two")
         for count, layout in self.layouts.items():
             group = layout.tensor * layout.pipeline
-            if count not in self.throughput:
+            if count not in (self.throughput or {}):
                 raise ValueError(f"layouts.{count}: the count is not in throughput")
             if count % group or (layout.data is not None and group * layout.data != count):
                 raise ValueError(f"layouts.{count}: tensor × pipeline × data is not {count}")
         return self
 
-    def to_job(self) -> Job:
+    def to_job(self, cluster: ClusterInput) -> Job:
         """As the allocator's type."""
-        layouts = {
-            count: Layout(given.tensor, given.pipeline, count // (given.tensor * given.pipeline))
-            for count, given in self.layouts.items()
-        }
         return Job(
             name=self.name,
             kind=self.kind,
             weight=self.weight,
             min_workers=self.min_workers,
-            profile=ThroughputProfile.of(self.throughput, layouts),
+            profile=self._profile(cluster),
             workers=self.workers,
             faulted=self.faulted,
             transition_seconds=self.transition_seconds,
         )
+
+    def _profile(self, cluster: ClusterInput) -> ThroughputProfile:
+        if self.model is not None:
+            training = Training(global_batch=self.model.global_batch)
+            source = AnalyticSource(self.model.shape(), training, HARDWARE[cluster.gpu], cluster.gpus_per_node)
+            counts = candidate_counts(self.min_workers, cluster.gpus, cluster.gpus_per_node)
+            return profile(source, sorted({*counts, self.workers} - {0}))
+        layouts = {
+            count: Layout(given.tensor, given.pipeline, count // (given.tensor * given.pipeline))
+            for count, given in self.layouts.items()
+        }
+        return ThroughputProfile.of(self.throughput or {}, layouts)
 
 
 class _PlanFile(Settings):
@@ -149,19 +211,25 @@ def read_plan_input(path: Path) -> tuple[Cluster, tuple[Job, ...]]:
         where = f"{path}: job {given.name}"
         if given.name in jobs:
             raise BadInputError(f"{where}: name: two jobs are called {given.name!r}; give each its own name")
-        _check_counts(given, cluster.gpus, where)
-        jobs[given.name] = given.to_job()
+        jobs[given.name] = given.to_job(cluster)
+        _check_counts(given, jobs[given.name], cluster, where)
     return cluster.to_cluster(), tuple(jobs.values())
 
 
-def _check_counts(job: JobInput, gpus: int, where: str) -> None:
-    above = max(job.throughput, default=0)
+def _check_counts(given: JobInput, job: Job, cluster: ClusterInput, where: str) -> None:
+    gpus = cluster.gpus
+    counts = job.profile.counts
+    above = max(given.throughput or {}, default=0)
     if above > gpus:
         raise BadInputError(f"{where}: throughput.{above}: the count is above the cluster's {gpus} gpus; remove it")
-    if not any(count >= job.min_workers for count in job.throughput):
+    if given.model is not None and not counts:
+        raise BadInputError(f"{where}: model: no feasible count, it fits the memory of no {gpus} × {cluster.gpu}")
+    if not counts:
+        raise BadInputError(f"{where}: throughput: no feasible count; list at least one as count: FLOP/s")
+    if counts[-1] < job.min_workers:
         raise BadInputError(
-            f"{where}: throughput: no feasible count, since none of {sorted(job.throughput)} "
-            f"reaches min_workers {job.min_workers}"
+            f"{where}: throughput: no feasible count, since none of {list(counts)} reaches "
+            f"min_workers {job.min_workers}"
         )
     if job.workers > gpus and not job.faulted:
         raise BadInputError(
