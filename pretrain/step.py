@@ -114,6 +114,8 @@ class StepWork:
     def begin(self) -> None:
         """Empty the gradient buffers and forget what was done."""
         self.machine.chunk.zero_grad_buffer()
+        # The last update left param.grad pointing into the buffer; autograd would add there and the hook once more.
+        self.machine.optimizer.zero_grad()
         self.done.clear()
         self.loss_sums.clear()
         self.reduced.clear()
