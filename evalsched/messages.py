@@ -57,6 +57,8 @@ class RunShard(Message):
     """:class:`evalsched.engine.EngineSettings` as JSON."""
     shard: dict[str, Any]
     """:class:`evalsched.types.Shard` as JSON."""
+    singly: bool = False
+    """Each request alone in the engine: the check of how far answers depend on their batch."""
 
 
 class Warm(Message):

@@ -180,9 +180,9 @@ class Worker:
         started = time.monotonic()
         self._say(state="busy", dispatch=message.dispatch)
         try:
-            from evalsched.scoring import score_job
+            from evalsched.scoring import ScoreJob, score
 
-            result = score_job(message.job)
+            result = score(ScoreJob.from_json(message.job)).to_json()
             outcome, reason = "done", ""
         except PlanariaError as error:
             result, outcome, reason = None, "failed", one_line(error)
@@ -300,7 +300,9 @@ class InferWorker(Worker):
         """Whether every request was answered; answers are flushed as they come."""
         waiting: list[dict[str, Any]] = []
         done, flushed = 0, time.monotonic()
-        for response in self.resident.engine.run(shard.requests, self._stop):
+        groups = [[request] for request in shard.requests] if message.singly else [shard.requests]
+        answers = (response for group in groups for response in self.resident.engine.run(group, self._stop))
+        for response in answers:
             waiting.append(response.to_json())
             done += 1
             if len(waiting) >= FLUSH_RESPONSES or time.monotonic() - flushed > FLUSH_SECONDS:

@@ -1,7 +1,7 @@
 """What workers say of themselves and which shards are out, in Redis: the evaluation's half of the store.
 
-Keys, all below ``planaria:``: ``workers`` (hash worker → JSON), ``dispatches`` (hash dispatch → JSON) and
-``claim:<dispatch>``. A *dispatch* is one sending of one shard to one worker; its id is never reused, so a message
+Keys, all below ``planaria:``: ``workers`` (hash worker → JSON), ``dispatches`` (hash dispatch → JSON), ``runs``
+(hash evaluation run → JSON) and ``claim:<dispatch>``. A *dispatch* is one sending of one shard to one worker; its id is never reused, so a message
 that the broker delivers twice is claimed once.
 """
 
@@ -16,6 +16,7 @@ from planner.leases import RenewStatus
 
 _WORKERS = "planaria:workers"
 _DISPATCHES = "planaria:dispatches"
+_RUNS = "planaria:runs"
 CLAIM_SECONDS = 7 * 24 * 3600
 """How long a claim is remembered: longer than any broker redelivers."""
 
@@ -101,3 +102,23 @@ class WorkerTable:
 
         out, _, holder = self._call(take)
         return bool(out) and holder == mine
+
+    def claimed(self, dispatch: str) -> bool:
+        """Whether a worker began this dispatch."""
+        return bool(self._call(lambda client: client.exists(f"planaria:claim:{dispatch}")))
+
+    # ------------------------------------------------------------------ runs
+
+    def put_run(self, run: str, record: Mapping[str, Any]) -> None:
+        """Remember an evaluation run that is not at its end."""
+        text = json.dumps(dict(record))
+        self._call(lambda client: client.hset(_RUNS, run, text))
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """All runs that were remembered and not dropped."""
+        found = self._call(lambda client: client.hgetall(_RUNS))
+        return {run: dict(json.loads(text)) for run, text in sorted(found.items())}
+
+    def drop_run(self, run: str) -> None:
+        """Forget a run."""
+        self._call(lambda client: client.hdel(_RUNS, run))

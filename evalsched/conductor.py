@@ -1,0 +1,655 @@
+"""Runs evaluations to their end over whatever workers there are: the core of the scheduler and of ``planaria eval``.
+
+One thread calls :meth:`Conductor.tick` several times a second. What takes long (hashing, recording, scoring) runs in
+a small pool beside it and only returns values. Responses are written to the ledger before anything is concluded from
+them, so that a conductor that is killed at any instant repeats at most what was in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from evalsched.costs import CostModel
+from evalsched.engine_check import compare_responses, sample_documents
+from evalsched.feeding import MAX_ATTEMPTS, OutView, WorkerView, assign
+from evalsched.ledger import Ledger
+from evalsched.messages import ANSWERS, RUN_SHARD, WARM, Answers, Ended, Left, RunShard, Warm, infer_queue
+from evalsched.models import ModelFacts
+from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare, shard_costs
+from evalsched.scoring import ScoreJob, ScoreOutcome, score_in_subprocess, write_answers
+from evalsched.shards import cut
+from evalsched.types import RequestId, Response, Shard, digest_of
+from planner.errors import MissingServiceError, PlanariaError, one_line
+from planner.events import Action, TrialState
+from planner.store import ClusterStore
+from planner.worker_table import WorkerRecord, WorkerTable
+
+log = logging.getLogger("planaria.evaluation")
+
+SILENT_SECONDS = 3.0
+"""A worker that serves says something each half second; after this long without a word it is taken for dead."""
+SILENT_LOADING_SECONDS = 30.0
+"""The same while it imports and loads, which can keep the interpreter busy for seconds."""
+STUCK_SECONDS = 180.0
+"""An engine that makes no step for this long (and ten times the shard's estimate) hangs."""
+CHECK_REQUESTS = 48
+"""Requests that are re-run singly after a run, to say how far answers depend on their batch."""
+SHORTEST_SHARD = 0.3
+_TICK_RESPONSES = 400
+
+
+class Conductor:
+    """Evaluation runs, workers and what is out between them.
+
+    Args:
+        store: cluster store (a private one for ``planaria eval``), with the secret.
+        ledger: writable; the one writer.
+        app: Celery application on the same Redis.
+        device: what the workers' engines run on.
+        kill_worker: ends a worker that hangs.
+    """
+
+    def __init__(
+        self,
+        store: ClusterStore,
+        ledger: Ledger,
+        app: Any,
+        *,
+        device: str = "cpu",
+        kill_worker: Callable[[str, str], None] = lambda worker, reason: None,
+        position: str = "",
+    ) -> None:
+        self.store = store
+        self.ledger = ledger
+        self.table = WorkerTable(store.link.call)
+        self.runs: dict[str, Run] = {}
+        self.out: dict[str, OutShard] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.expected_workers = 1
+        self._app = app
+        self._device = device
+        self._kill = kill_worker
+        self._reader = "evaluation.responses"
+        self._position = position or store.position(self._reader)
+        self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="evaluation")
+        self._work: dict[str, Future[Any]] = {}
+        self._sent_model: dict[str, str] = {}
+        self._gone: set[str] = set()
+        self.served: set[str] = set()
+        """Workers that were ready at least once."""
+
+    # ------------------------------------------------------------------ runs
+
+    def add(self, spec: RunSpec) -> Run:
+        """Take an evaluation on; one that is under way already is returned as it is."""
+        run = self.runs.get(spec.id)
+        if run is None:
+            run = Run(spec, spec.id)
+            self.runs[spec.id] = run
+            self.table.put_run(spec.id, spec.to_json())
+            self._begin(run)
+        return run
+
+    def restore(self) -> None:
+        """Take up what an earlier conductor left: its runs, and the shards that live workers still have."""
+        for name, record in self.table.dispatches().items():
+            shard = Shard.from_json(record["shard"])
+            self.out[name] = OutShard(
+                dispatch=name, run=record["run"], worker=record["worker"], shard=shard, sent=record["sent"],
+                attempts=record["attempts"], check=record.get("check", False),
+            )  # fmt: skip
+        for record in self.table.runs().values():
+            self.add(RunSpec.from_json(record))
+
+    def _begin(self, run: Run) -> None:
+        self._submit(run, self._identify, run.spec)
+
+    def _identify(self, spec: RunSpec) -> Identified:
+        return identify(spec, self._device)
+
+    def _submit(self, run: Run, function: Callable[..., Any], *arguments: Any) -> None:
+        self._work[run.id] = self._pool.submit(function, *arguments)
+
+    def _set_state(self, run: Run, state: TrialState, reason: str = "") -> None:
+        old, run.state, run.reason = run.state, state, reason
+        for trial in run.prepared.trials.values() if run.prepared else ():
+            if state is TrialState.DONE and trial.task in run.failed:
+                self.ledger.set_trial_state(trial.id, TrialState.FAILED, run.failed[trial.task])
+            else:
+                self.ledger.set_trial_state(trial.id, state, reason)
+        self.store.tell(
+            Action.TRIAL_STATE, job=run.spec.job, old=old.value, new=state.value, reason=reason, run=run.id,
+            step=run.spec.step, model=run.spec.model, tasks=list(run.spec.settings.tasks), failed=dict(run.failed),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ the tick
+
+    def tick(self, now: float) -> None:
+        """One round: answers in, finished work on, workers watched, shards out. ``now``: wall clock, seconds."""
+        self._collect(now)
+        self._finish_work(now)
+        self._watch(now)
+        self._feed(now)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every run is over."""
+        return all(run.over for run in self.runs.values())
+
+    def close(self) -> None:
+        """Give up what runs beside the ticks; nothing is lost by it."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------ answers
+
+    def _collect(self, now: float) -> None:
+        """Read what workers said; write it down; only then act on it."""
+        while True:
+            entries = self.store.read_responses(self._position, count=_TICK_RESPONSES)
+            if not entries:
+                return
+            messages = [message for entry in entries if (message := self._understand(entry.payload)) is not None]
+            try:
+                self._write_down(messages)
+            except MissingServiceError as error:
+                log.warning("action=ledger.away reason=%s", error)  # the stream keeps them; the next tick tries again
+                return
+            for message in messages:
+                self._act(message, now)
+            self._position = entries[-1].id
+            self.store.save_position(self._reader, self._position)
+            self.store.trim_responses(self._position)
+
+    def _understand(self, payload: Any) -> Answers | Ended | Left | None:
+        if payload is None:
+            return None
+        try:
+            message: Answers | Ended | Left = ANSWERS.validate_python(payload)
+        except ValidationError as error:
+            self.store.refuse("responses", str(payload), one_line(error)[:300])
+            return None
+        if not isinstance(message, Left) and message.dispatch not in self.out:
+            # A late word of a worker that was given up, or a second delivery: its shard is elsewhere by now.
+            self.store.tell(
+                Action.MESSAGE_REFUSED, source="responses", reason=f"dispatch {message.dispatch} is not out any more",
+                worker=message.worker,
+            )  # fmt: skip
+            return None
+        return message
+
+    def _write_down(self, messages: Sequence[Answers | Ended | Left]) -> None:
+        by_worker: dict[str, dict[int, list[Response]]] = {}
+        for message in messages:
+            if not isinstance(message, Answers) or self.out[message.dispatch].check:
+                continue
+            run = self.runs.get(message.run)
+            if run is None or run.prepared is None:
+                continue
+            for response in self._responses(message):
+                trial = run.prepared.trials.get(response.id.task)
+                if trial is not None:
+                    by_worker.setdefault(message.worker, {}).setdefault(trial.id, []).append(response)
+        for worker, found in by_worker.items():
+            self.ledger.put_responses(found, worker)
+
+    def _responses(self, message: Answers) -> list[Response]:
+        try:
+            return [Response.from_json(one) for one in message.responses]
+        except (ValueError, KeyError, TypeError) as error:
+            self.store.refuse("responses", str(message.responses)[:2000], one_line(error)[:300])
+            return []
+
+    def _act(self, message: Answers | Ended | Left, now: float) -> None:
+        if isinstance(message, Left):
+            self.worker_gone(message.worker, message.reason, now, orderly=True)
+            return
+        out = self.out.get(message.dispatch)
+        if out is None:
+            return
+        run = self.runs.get(out.run)
+        if run is None:
+            self._drop([message.dispatch])
+            return
+        if isinstance(message, Answers):
+            self._note_answers(run, out, self._responses(message))
+        else:
+            self._note_end(run, out, message, now)
+
+    def _note_answers(self, run: Run, out: OutShard, responses: Sequence[Response]) -> None:
+        if out.check:
+            found = run.check if run.check is not None else {}
+            run.check = found
+            found.setdefault("responses", []).extend(responses)
+        else:
+            out.answered.update(one.id for one in responses)
+            run.answered(one.id for one in responses)
+
+    def _note_end(self, run: Run, out: OutShard, message: Ended, now: float) -> None:
+        self._drop([out.dispatch])
+        if message.load_seconds > 1:
+            run.timings["load_seconds"] = run.timings.get("load_seconds", 0.0) + message.load_seconds
+        if out.check:
+            if message.outcome != "done":
+                run.check = {"problem": message.reason or message.outcome}
+            run.check_sent = True
+            return
+        if message.outcome == "done":
+            run.timings["engine_seconds"] = run.timings.get("engine_seconds", 0.0) + message.seconds
+            self.store.tell(
+                Action.SHARD_COMPLETED, job=run.spec.job, run=run.id, shard=out.shard.id, worker=out.worker,
+                seconds=message.seconds, estimate=out.shard.seconds, load_seconds=message.load_seconds,
+                requests=len(out.shard.requests),
+            )  # fmt: skip
+            run.take_back(out, now, count=True)  # nothing, unless a worker left requests out
+        elif message.outcome == "failed":
+            self._failed(run, out, message.reason, now)
+        else:
+            run.take_back(out, now, count=False)
+
+    def _failed(self, run: Run, out: OutShard, reason: str, now: float) -> None:
+        """A counted attempt; after three, the shard is kept aside and its tasks fail."""
+        if out.check:
+            run.check, run.check_sent = {"problem": reason}, True
+            return
+        if self._copy_elsewhere(out):
+            return
+        name = digest_of([run.id, out.shard.id])
+        attempts = self.ledger.count_attempt(name, reason, {"run": run.id, "tasks": list(out.shard.tasks)})
+        self.store.tell(
+            Action.SHARD_FAILED, job=run.spec.job, reason=reason, run=run.id, shard=out.shard.id, worker=out.worker,
+            attempts=attempts,
+        )  # fmt: skip
+        out.attempts = attempts - 1
+        if attempts < MAX_ATTEMPTS:
+            run.take_back(out, now, count=True)
+            self._narrow(run, out.shard.id)
+            return
+        self.ledger.quarantine(name)
+        tasks = {one.task for one in out.shard.requests if one.id in run.open}
+        text = f"a shard failed {attempts} times, last: {reason}"
+        self.store.tell(
+            Action.SHARD_QUARANTINED, job=run.spec.job, reason=text, run=run.id, shard=out.shard.id,
+            tasks=sorted(tasks),
+        )  # fmt: skip
+        run.fail_task(tasks, text)
+
+    def _copy_elsewhere(self, out: OutShard) -> bool:
+        return any(one.run == out.run and one.shard.id == out.shard.id for one in self.out.values())
+
+    def _narrow(self, run: Run, shard_id: str) -> None:
+        """A shard of several tasks that failed is tried again task by task, so that one cannot fail the others."""
+        held = run.waiting.get(shard_id)
+        if held is None or len(held.shard.tasks) < 2:
+            return
+        del run.waiting[shard_id]
+        for task in held.shard.tasks:
+            requests = tuple(one for one in held.shard.requests if one.task == task)
+            part = replace(
+                held.shard,
+                id=digest_of([shard_id, task]),
+                requests=requests,
+                seconds=held.shard.seconds * len(requests) / len(held.shard.requests),
+            )
+            run.waiting[part.id] = replace(held, shard=part)
+
+    def _drop(self, dispatches: Iterable[str]) -> None:
+        names = [name for name in dispatches if self.out.pop(name, None) is not None]
+        self.table.drop_dispatches(names)
+
+    # ------------------------------------------------------------------ work beside the ticks
+
+    def _finish_work(self, now: float) -> None:
+        for run in list(self.runs.values()):
+            future = self._work.get(run.id)
+            if future is not None and future.done():
+                del self._work[run.id]
+                self._take_result(run, future, now)
+            elif future is None and not run.over:
+                self._advance(run, now)
+
+    def _take_result(self, run: Run, future: Future[Any], now: float) -> None:
+        try:
+            result = future.result()
+        except MissingServiceError as error:
+            log.warning("action=run.waits run=%s reason=%s", run.id, error)
+            self._begin(run)
+            return
+        except PlanariaError as error:
+            self._give_up(run, error, now)
+            return
+        except Exception as error:
+            log.exception("action=run.failed run=%s", run.id)
+            self._give_up(run, error, now)
+            return
+        if isinstance(result, Identified):
+            self._identified(run, result)
+        elif isinstance(result, Prepared):
+            self._prepared(run, result, now)
+        elif isinstance(result, ScoreOutcome):
+            self._scored(run, result, now)
+
+    def _give_up(self, run: Run, error: BaseException, now: float) -> None:
+        run.error, run.ended = error, now
+        self._drop([name for name, one in self.out.items() if one.run == run.id])
+        self._set_state(run, TrialState.FAILED, one_line(error))
+        self.table.drop_run(run.id)
+
+    def _identified(self, run: Run, model: Identified) -> None:
+        run.model = model
+        self._set_state(run, TrialState.RECORDING)
+        self._warm(run)
+        self._submit(run, prepare, run.spec, model, self.ledger)
+
+    def _warm(self, run: Run) -> None:
+        """Let idle workers load the model while its requests are recorded."""
+        busy = {one.worker for one in self.out.values()}
+        for worker, record in self.workers.items():
+            if worker not in busy and record.facts.get("kind") == "infer" and self._serves(record):
+                self._warm_worker(worker, run)
+
+    def _warm_worker(self, worker: str, run: Run) -> None:
+        assert run.model is not None
+        message = Warm(model=run.model.ref, engine=run.spec.engine.to_json())
+        self._sent_model[worker] = run.model.ref.digest
+        self._send(WARM, message.model_dump(mode="json"), worker)
+
+    def _prepared(self, run: Run, found: Prepared, now: float) -> None:
+        run.prepared = found
+        out = {
+            request.id: one
+            for one in self.out.values()
+            if one.run == run.id and not one.check
+            for request in one.shard.requests
+        }
+        run.open = {request.id for request in found.open}
+        cost = CostModel.of(ModelFacts.read(Path(run.spec.model)), self._device)
+        todo = [request for request in found.open if request.id not in out]
+        total = sum(cost.seconds(request) for request in found.open)
+        target = min(run.spec.target_seconds, max(SHORTEST_SHARD, total / (3 * max(1, self.expected_workers))))
+        shards = cut(todo, cost.function, target, scope=run.id)
+        for shard in shards:
+            run.waiting[shard.id] = WaitingShard(shard=shard)
+        run.cost = shard_costs([*shards, *(one.shard for one in self.out.values() if one.run == run.id)])
+        run.work_total = sum(run.cost.values())
+        run.timings["record_seconds"] = found.recording.seconds
+        run.began = now
+        self._quarantined_before(run)
+        self._set_state(run, TrialState.RUNNING)
+
+    def _quarantined_before(self, run: Run) -> None:
+        """Shards that an earlier conductor kept aside stay aside."""
+        names = {digest_of([run.id, name]): name for name in run.waiting}
+        for row in self.ledger.failed_shards():
+            name = names.get(row["id"])
+            if name is None:
+                continue
+            if row["quarantined"]:
+                tasks = set(run.waiting[name].shard.tasks)
+                run.fail_task(tasks, f"a shard failed {row['attempts']} times, last: {row['reason']}")
+            else:
+                run.waiting[name].attempts = row["attempts"]
+
+    def _advance(self, run: Run, now: float) -> None:
+        """Move a run whose shards are through on: to the check, to scoring."""
+        if run.state is not TrialState.RUNNING or run.open or run.waiting:
+            return
+        if any(one.run == run.id and not one.check for one in self.out.values()):
+            self._drop([name for name, one in self.out.items() if one.run == run.id and not one.check])
+        if run.work_total > 0 and run.check is None and not run.check_sent and self._send_check(run, now):
+            return
+        if any(one.run == run.id for one in self.out.values()):
+            return
+        run.timings["run_seconds"] = now - run.began
+        self._set_state(run, TrialState.SCORING)
+        self._submit(run, self._score, run)
+
+    # ------------------------------------------------------------------ the check (E10)
+
+    def _send_check(self, run: Run, now: float) -> bool:
+        assert run.prepared is not None
+        live = [worker for worker in self.live() if self._model_of(worker) == (run.model and run.model.ref.digest)]
+        requests = [one for one in run.prepared.open if one.task not in run.failed]
+        sample = sample_documents(requests, CHECK_REQUESTS)[: 2 * CHECK_REQUESTS]
+        if not live or not sample:
+            return False
+        seconds = sum(run.cost.get(one.id, 0.01) for one in sample)
+        shard = Shard(id=digest_of([run.id, "check"]), requests=tuple(sample), seconds=max(1.0, seconds))
+        run.check_sent = True
+        return self._dispatch(run, WaitingShard(shard=shard), live[0], now, check=True)
+
+    def _check_block(self, run: Run, responses: dict[RequestId, Response]) -> dict[str, Any] | None:
+        if not run.check:
+            return None
+        if "problem" in run.check:
+            return dict(run.check)
+        return compare_responses(responses, run.check.get("responses", [])).to_json()
+
+    # ------------------------------------------------------------------ scoring
+
+    def _score(self, run: Run) -> ScoreOutcome:
+        """In the pool: answers from the ledger into a file, lm-eval's own scoring in a subprocess."""
+        assert run.prepared is not None and run.model is not None
+        started = time.monotonic()
+        answers: dict[RequestId, Response] = {}
+        for trial in run.prepared.trials.values():
+            answers.update((one.id, one) for one in self.ledger.responses_of(trial.id))
+        folder = Path(run.spec.output)
+        work = folder / ".planaria"
+        work.mkdir(parents=True, exist_ok=True)
+        path = work / f"answers-{run.id}.jsonl"
+        write_answers(path, answers.values())
+        block = {
+            "engine": dict(run.model.engine_key),
+            "exact": run.spec.engine.exact,
+            "batch_check": self._check_block(run, answers),
+            "timings": dict(run.timings),
+            "trials": {task: trial.id for task, trial in run.prepared.trials.items()},
+        }
+        job = ScoreJob(
+            settings=run.spec.settings, model=run.spec.model, tokenizer=run.spec.model,
+            recording=str(run.prepared.recording.folder), answers=str(path), output=str(folder),
+            failed=dict(run.failed), block=block,
+        )  # fmt: skip
+        try:
+            outcome = score_in_subprocess(job)
+        finally:
+            path.unlink(missing_ok=True)
+        run.timings["score_seconds"] = time.monotonic() - started
+        return outcome
+
+    def _scored(self, run: Run, outcome: ScoreOutcome, now: float) -> None:
+        run.outcome, run.ended = outcome, now
+        self._set_state(run, TrialState.DONE)
+        self.store.tell(
+            Action.REPORT_PUBLISHED, job=run.spec.job, run=run.id, step=run.spec.step, path=outcome.results,
+            failed=dict(run.failed),
+        )  # fmt: skip
+        self.table.drop_run(run.id)
+
+    # ------------------------------------------------------------------ workers
+
+    def live(self) -> list[str]:
+        """Workers that take shards, by name."""
+        return [name for name, one in self.workers.items() if one.facts.get("kind") == "infer" and self._serves(one)]
+
+    @staticmethod
+    def _serves(record: WorkerRecord) -> bool:
+        return record.facts.get("state") in ("ready", "busy", "loading")
+
+    def _model_of(self, worker: str) -> str | None:
+        record = self.workers.get(worker)
+        return self._sent_model.get(worker) or (record.facts.get("model") if record else None)
+
+    def _watch(self, now: float) -> None:
+        """Find workers that are silent or stuck; their shards go elsewhere at once."""
+        seen = self.table.workers()
+        server = self.table.now()
+        self.workers = {}
+        for name, record in seen.items():
+            if name in self._gone:
+                self.table.forget(name)
+                continue
+            patient = record.facts.get("state") in ("starting", "loading")
+            limit = SILENT_LOADING_SECONDS if patient else SILENT_SECONDS
+            if server - record.seen > limit:
+                self.worker_gone(name, f"not a word for {server - record.seen:.1f} s", now)
+                continue
+            self.workers[name] = record
+            if record.facts.get("state") != "starting":
+                self.served.add(name)
+            self._look_for_stuck(record, now)
+        for name in {one.worker for one in self.out.values()} - seen.keys():
+            self.worker_gone(name, "it is not there any more", now)
+
+    def _look_for_stuck(self, record: WorkerRecord, now: float) -> None:
+        dispatch = record.facts.get("dispatch")
+        out = self.out.get(dispatch) if dispatch else None
+        if out is None:
+            return
+        if not out.begun:
+            out.begun = now
+        still = now - max(float(record.facts.get("progress", 0.0)), out.begun)
+        if still > max(STUCK_SECONDS, 10 * out.shard.seconds):
+            reason = f"its engine made no step for {still:.0f} s"
+            self._kill(record.worker, reason)
+            self.worker_gone(record.worker, reason, now)
+
+    def worker_gone(self, worker: str, reason: str, now: float, *, orderly: bool = False) -> None:
+        """A worker is gone: what it had begun is a counted attempt (unless it left in order), the rest just waits."""
+        if worker in self._gone:
+            return
+        self._gone.add(worker)
+        mine = [one for one in self.out.values() if one.worker == worker]
+        begun = {one.dispatch for one in mine if not orderly and self.table.claimed(one.dispatch)}
+        self._drop([one.dispatch for one in mine])
+        for one in mine:
+            run = self.runs.get(one.run)
+            if run is None or run.over:
+                continue
+            if one.dispatch in begun:
+                self._failed(run, one, f"worker {worker} died: {reason}", now)
+            elif one.check:
+                run.check, run.check_sent = {"problem": f"worker {worker} is gone"}, True
+            elif not self._copy_elsewhere(one):
+                run.take_back(one, now, count=False)
+        self.table.forget(worker)
+        self.workers.pop(worker, None)
+        self._sent_model.pop(worker, None)
+        self._forget_queue(worker)
+        self.store.tell(Action.WORKER_EXITED, reason=reason, worker=worker, orderly=orderly, shards=len(mine))
+
+    def _forget_queue(self, worker: str) -> None:
+        try:
+            with self._app.connection_for_write() as connection:
+                connection.default_channel.queue_delete(infer_queue(worker))
+        except Exception as error:  # the queue of a worker that never comes back only takes room
+            log.info("action=queue.delete worker=%s reason=%s", worker, error)
+
+    # ------------------------------------------------------------------ sending
+
+    def _feed(self, now: float) -> None:
+        runs = [run for run in self.runs.values() if run.state is TrialState.RUNNING and run.waiting]
+        live = self.live()
+        if not live:
+            return
+        views = [self._worker_view(name) for name in live]
+        for chosen in assign([run.view() for run in runs], views, now):
+            run = self.runs[chosen.run]
+            if chosen.second_copy:
+                self._send_copy(run, chosen.shard, chosen.worker, now)
+                continue
+            waiting = run.waiting.pop(chosen.shard)
+            if not self._dispatch(run, waiting, chosen.worker, now):
+                run.waiting[chosen.shard] = waiting
+                return
+
+    def _worker_view(self, worker: str) -> WorkerView:
+        copies: dict[str, int] = {}
+        for one in self.out.values():
+            copies[one.shard.id] = copies.get(one.shard.id, 0) + 1
+        mine = tuple(
+            OutView(run=one.run, shard=one.shard.id, seconds=one.shard.seconds, begun=one.begun,
+                    copies=2 if one.check else copies[one.shard.id])
+            for one in self.out.values()
+            if one.worker == worker
+        )  # fmt: skip
+        return WorkerView(worker=worker, model=self._model_of(worker), out=mine)
+
+    def _send_copy(self, run: Run, shard_id: str, worker: str, now: float) -> None:
+        """Run a straggler's unanswered rest a second time; whoever answers first is believed."""
+        for one in list(self.out.values()):
+            left = tuple(request for request in one.shard.requests if request.id in run.open)
+            if one.run == run.id and one.shard.id == shard_id and left:
+                shard = replace(one.shard, requests=left)
+                self._dispatch(run, WaitingShard(shard=shard, attempts=one.attempts), worker, now, second_copy=True)
+                return
+
+    def _dispatch(
+        self,
+        run: Run,
+        waiting: WaitingShard,
+        worker: str,
+        now: float,
+        *,
+        check: bool = False,
+        second_copy: bool = False,
+    ) -> bool:
+        """Send a shard to a worker; remembered before it is sent. False: the broker is away."""
+        assert run.model is not None
+        out = OutShard(
+            dispatch=uuid.uuid4().hex, run=run.id, worker=worker, shard=waiting.shard, sent=now,
+            attempts=waiting.attempts, check=check, second_copy=second_copy,
+        )  # fmt: skip
+        record = {
+            "run": run.id, "worker": worker, "shard": waiting.shard.to_json(), "sent": now,
+            "attempts": waiting.attempts, "check": check,
+        }  # fmt: skip
+        message = RunShard(
+            dispatch=out.dispatch, run=run.id, model=run.model.ref, engine=run.spec.engine.to_json(),
+            shard=waiting.shard.to_json(), singly=check,
+        )  # fmt: skip
+        self.table.put_dispatch(out.dispatch, record)
+        self.out[out.dispatch] = out
+        if not self._send(RUN_SHARD, message.model_dump(mode="json"), worker):
+            self._drop([out.dispatch])
+            return False
+        self._sent_model[worker] = run.model.ref.digest
+        return True
+
+    def _send(self, task: str, message: dict[str, Any], worker: str) -> bool:
+        try:
+            self._app.send_task(task, args=[message], queue=infer_queue(worker), retry=False)
+        except Exception as error:  # kombu raises what the transport raised
+            log.warning("action=send worker=%s reason=%s", worker, one_line(error))
+            return False
+        return True
+
+    # ------------------------------------------------------------------ what others see
+
+    def backlog(self) -> tuple[float, int]:
+        """(slot-seconds that wait, shards that wait)."""
+        waiting = [one for run in self.runs.values() if not run.over for one in run.waiting.values()]
+        return sum(one.shard.seconds for one in waiting), len(waiting)
+
+    def status(self) -> dict[str, Any]:
+        """The ``evaluation`` part of ``planaria status``, in trials."""
+        counts = {"queued": 0, "running": 0, "done": 0, "failed": 0}
+        for run in self.runs.values():
+            tasks = len(run.prepared.trials) if run.prepared else len(run.spec.settings.tasks)
+            if run.state is TrialState.DONE:
+                counts["failed"] += len(run.failed)
+                counts["done"] += tasks - len(run.failed)
+            elif run.state is TrialState.FAILED:
+                counts["failed"] += tasks
+            else:
+                counts["queued" if run.state in (TrialState.QUEUED, TrialState.RECORDING) else "running"] += tasks
+        return counts | {"workers": len(self.live()), "shards_out": len(self.out)}

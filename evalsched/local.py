@@ -1,0 +1,166 @@
+"""A private fleet for ``planaria eval``: a Redis of its own and N workers as subprocesses, gone with their owner."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evalsched.conductor import Conductor
+from evalsched.guard import Guard
+from planner.auth import new_secret
+from planner.errors import MissingServiceError, one_line
+from planner.redis_server import RedisServer, start_redis
+from planner.store import ClusterStore
+
+FRUITLESS_STARTS = 3
+"""Workers that may end one after another without having served, before that is called the machine's fault."""
+
+
+def device() -> str:
+    """What engines run on here, without importing torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "cpu"
+    return "cuda" if shutil.which("nvidia-smi") and Path("/dev/nvidia0").exists() else "cpu"
+
+
+@dataclass
+class _Process:
+    name: str
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+class LocalFleet:
+    """Starts workers, starts them again when they die, ends them.
+
+    Args:
+        workers: how many.
+        threads: compute threads of each, on CPU.
+    """
+
+    def __init__(self, workers: int, threads: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="planaria-eval-"))
+        self._guard = Guard(self.folder)
+        self._threads = threads
+        self._count = workers
+        self._processes: dict[str, _Process] = {}
+        self._started = 0
+        self._fruitless = 0
+        self._secret = new_secret()
+        (self.folder / "secret").write_text(self._secret)
+        (self.folder / "secret").chmod(0o600)
+        self._redis = self._start_redis()
+        self.store = ClusterStore(self._redis.url, self._secret)
+
+    def _start_redis(self) -> RedisServer:
+        try:
+            server = start_redis(self.folder / "redis")
+        except BaseException:
+            self._guard.close()
+            raise
+        self._guard.add(server.pid)
+        return server
+
+    def start(self) -> None:
+        """Start the workers that are not there yet."""
+        taken = {one.number for one in self._processes.values()}
+        for number in range(self._count):
+            if number not in taken:
+                self._spawn(number)
+
+    @property
+    def running(self) -> bool:
+        """Whether any worker was started."""
+        return self._started > 0
+
+    def _spawn(self, number: int) -> None:
+        self._started += 1
+        name = f"local-{number}-{self._started}"
+        log = self.folder / f"{name}.log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "planner.cli", "worker", "--kind", "infer", "--name", name],
+                env=self._environment(number),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        self._guard.add(process.pid)
+        self._processes[name] = _Process(name, number, process, log)
+
+    def _environment(self, number: int) -> Mapping[str, str]:
+        own = {
+            "PLANARIA_URL": self.store.url,
+            "PLANARIA_SECRET_FILE": str(self.folder / "secret"),
+            "PLANARIA_PRIVATE_PARENT": str(os.getpid()),
+            "OMP_NUM_THREADS": str(self._threads),
+        }
+        if device() == "cuda":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            devices = visible.split(",") if visible else [str(index) for index in range(self._count)]
+            own["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
+        return os.environ | own
+
+    def watch(self, conductor: Conductor, now: float) -> None:
+        """Notice workers that died, tell the conductor, start others in their place.
+
+        Raises:
+            MissingServiceError: they die again and again without having served.
+        """
+        for name, one in list(self._processes.items()):
+            code = one.process.poll()
+            if code is None:
+                continue
+            served = name in conductor.served
+            reason = _why(code, one.log)
+            conductor.worker_gone(name, reason, now, orderly=code == 4)
+            del self._processes[name]
+            self._fruitless = 0 if served else self._fruitless + 1
+            if self._fruitless >= FRUITLESS_STARTS:
+                raise MissingServiceError(f"workers do not come up: {reason}")
+            if not conductor.idle:
+                self._spawn(one.number)
+
+    def kill(self, worker: str, reason: str) -> None:
+        """End a worker that hangs."""
+        if one := self._processes.get(worker):
+            one.process.kill()
+
+    def processes(self) -> dict[str, int]:
+        """Process ids by worker."""
+        return {name: one.process.pid for name, one in self._processes.items()}
+
+    def close(self) -> None:
+        """End everything; leaves no process and no file."""
+        for one in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                one.process.kill()
+        self.store.close()
+        self._guard.close()
+        for one in self._processes.values():
+            one.process.wait()
+
+    def __enter__(self) -> LocalFleet:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _why(code: int, log: Path) -> str:
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{how}; last line: {one_line(lines[-1])[:300]}" if lines else how

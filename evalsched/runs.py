@@ -1,0 +1,278 @@
+"""An evaluation run: one checkpoint on a set of tasks, from the request to the results.
+
+The scheduler's thread alone changes a :class:`Run`; what takes long (:func:`prepare`) runs beside it and only
+returns values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from evalsched.digests import FileHashes, model_digest, tokenizer_digest
+from evalsched.engine import EngineSettings, engine_key
+from evalsched.feeding import PendingShard, RunView
+from evalsched.ledger import Ledger
+from evalsched.messages import ModelRef
+from evalsched.models import ModelFacts
+from evalsched.recording import Recording, RecordJob, record_in_subprocess
+from evalsched.scoring import ScoreOutcome
+from evalsched.types import EvalSettings, Request, RequestId, Shard, TrialKey, digest_of
+from planner.events import TrialState
+
+RETRY_SECONDS = 0.5
+"""Pause before a failed shard is sent again, doubled with each attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What is to be evaluated and where the results go; JSON, so that it outlives a scheduler."""
+
+    model: str
+    settings: EvalSettings
+    output: str
+    created: float
+    job: str | None = None
+    step: int | None = None
+    weight: float = 1.0
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    stage: bool = False
+    """Bring the model into the node's memory, once for all workers."""
+    target_seconds: float = 5.0
+    """Length that shards are cut to."""
+
+    @property
+    def id(self) -> str:
+        """The same for the same evaluation into the same folder."""
+        own = {**self.to_json(), "created": 0}
+        return digest_of(own)[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object from which :meth:`from_json` makes an equal value."""
+        return {**self.__dict__, "settings": self.settings.to_json(), "engine": self.engine.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunSpec:
+        """The spec that :meth:`to_json` wrote."""
+        settings = EvalSettings.from_json(data["settings"])
+        return cls(**{**data, "settings": settings, "engine": EngineSettings.from_json(data["engine"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialInfo:
+    """One task of a prepared run."""
+
+    id: int
+    task: str
+    key: str
+    requests: int
+    answered: int
+    """How many of them the ledger held already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What preparation found: everything that is known before the first request is run."""
+
+    recording: Recording
+    trials: Mapping[str, TrialInfo]
+    open: tuple[Request, ...]
+    """Requests that nobody answered yet, in recorded order."""
+    all_requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identified:
+    """The model, before its requests are recorded."""
+
+    ref: ModelRef
+    engine_key: Mapping[str, str]
+
+
+def identify(spec: RunSpec, device: str = "cpu") -> Identified:
+    """Digest and check a model; cheap, so that workers can load it while its requests are recorded.
+
+    Raises:
+        BadInputError: it is no complete model directory, or cannot be served here.
+    """
+    folder = Path(spec.model)
+    facts = ModelFacts.read(folder)
+    if device == "cpu":
+        facts.check_cpu()
+    hashes = FileHashes()
+    ref = ModelRef(
+        path=spec.model,
+        digest=model_digest(folder, hashes),
+        tokenizer=tokenizer_digest(folder, hashes),
+        stage=spec.stage,
+    )
+    return Identified(ref=ref, engine_key=engine_key(facts, spec.engine, device))
+
+
+def prepare(spec: RunSpec, model: Identified, ledger: Ledger) -> Prepared:
+    """Record the requests (in a subprocess, or from the cache), keep trials and requests, find what is open.
+
+    Raises:
+        BadInputError: a task is unknown or cannot be loaded.
+        WorkFailedError: recording failed.
+        MissingServiceError: the ledger is away.
+    """
+    recording = record_in_subprocess(RecordJob(settings=spec.settings, tokenizer=spec.model))
+    requests = recording.requests()
+    by_task: dict[str, list[Request]] = {task.task: [] for task in recording.tasks}
+    for request in requests:
+        by_task[request.task].append(request)
+    trials: dict[str, TrialInfo] = {}
+    answered: set[RequestId] = set()
+    for task in recording.tasks:
+        key = TrialKey(
+            model=model.ref.digest,
+            tokenizer=model.ref.tokenizer,
+            task=task.task,
+            requests=task.digest,
+            settings=task.config,
+            engine=model.engine_key,
+        )
+        set_id = ledger.put_requests(task.digest, task.task, by_task[task.task])
+        trial = ledger.put_trial(
+            key=key.digest, key_parts=key.__dict__, task=task.task, set_id=set_id, model_path=spec.model,
+            job=spec.job, step=spec.step,
+        )  # fmt: skip
+        known = ledger.answered(trial.id) if trial.responses else []
+        answered.update(known)
+        trials[task.task] = TrialInfo(
+            id=trial.id, task=task.task, key=key.digest, requests=task.requests, answered=len(known)
+        )
+    return Prepared(
+        recording=recording,
+        trials=trials,
+        open=tuple(request for request in requests if request.id not in answered),
+        all_requests=tuple(requests),
+    )
+
+
+@dataclass
+class WaitingShard:
+    """A shard of a run that is not at a worker. ``id`` stays that of the first cut, for the attempts' count."""
+
+    shard: Shard
+    attempts: int = 0
+    after: float = 0.0
+    last_worker: str | None = None
+
+
+@dataclass
+class OutShard:
+    """A dispatch: a shard that is at a worker."""
+
+    dispatch: str
+    run: str
+    worker: str
+    shard: Shard
+    sent: float
+    attempts: int = 0
+    begun: float = 0.0
+    check: bool = False
+    second_copy: bool = False
+    answered: set[RequestId] = field(default_factory=set)
+
+
+@dataclass
+class Run:
+    """A run as the scheduler holds it."""
+
+    spec: RunSpec
+    id: str
+    state: TrialState = TrialState.QUEUED
+    reason: str = ""
+    model: Identified | None = None
+    prepared: Prepared | None = None
+    waiting: dict[str, WaitingShard] = field(default_factory=dict)
+    open: set[RequestId] = field(default_factory=set)
+    """Requests that are neither answered nor given up."""
+    work_total: float = 0.0
+    """Estimated seconds of everything that had to be run."""
+    work_done: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
+    failed: dict[str, str] = field(default_factory=dict)
+    """Tasks that could not be completed, with the reason."""
+    check: dict[str, Any] | None = None
+    check_sent: bool = False
+    outcome: ScoreOutcome | None = None
+    error: BaseException | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+    cost: dict[RequestId, float] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self.state in (TrialState.DONE, TrialState.FAILED, TrialState.SKIPPED)
+
+    def view(self) -> RunView:
+        """What the feeding decision sees of it."""
+        pending = tuple(
+            PendingShard(
+                shard=name, seconds=one.shard.seconds, attempts=one.attempts, after=one.after,
+                last_worker=one.last_worker,
+            )
+            for name, one in self.waiting.items()
+        )  # fmt: skip
+        digest = self.model.ref.digest if self.model else ""
+        return RunView(run=self.id, created=self.spec.created, model=digest, pending=pending, weight=self.spec.weight)
+
+    def take_back(self, out: OutShard, now: float, *, count: bool) -> None:
+        """What is left of a dispatch waits again; ``count``: as a failed attempt."""
+        left = tuple(request for request in out.shard.requests if request.id in self.open)
+        if not left:
+            return
+        seconds = out.shard.seconds * len(left) / max(1, len(out.shard.requests))
+        shard = replace(out.shard, requests=left, seconds=seconds)
+        attempts = out.attempts + (1 if count else 0)
+        after = now + RETRY_SECONDS * 2 ** (attempts - 1) if count else now
+        self.waiting[shard.id] = WaitingShard(
+            shard=shard, attempts=attempts, after=after, last_worker=out.worker if count else None
+        )
+
+    def answered(self, ids: Iterable[RequestId]) -> None:
+        """Requests were answered."""
+        for one in ids:
+            if one in self.open:
+                self.open.discard(one)
+                self.work_done += self.cost.get(one, 0.0)
+
+    def fail_task(self, tasks: Collection[str], reason: str) -> None:
+        """Give tasks up: their requests are no longer waited for."""
+        for task in tasks:
+            self.failed.setdefault(task, reason)
+        self.open = {one for one in self.open if one.task not in self.failed}
+        for name in list(self.waiting):
+            left = tuple(one for one in self.waiting[name].shard.requests if one.task not in self.failed)
+            if left:
+                self.waiting[name].shard = replace(self.waiting[name].shard, requests=left)
+            else:
+                del self.waiting[name]
+
+    def progress(self, now: float) -> tuple[float, float | None]:
+        """(share of the work that is done, seconds that are left by the pace so far or None)."""
+        if self.over:
+            return 1.0, 0.0
+        if self.work_total <= 0:
+            return 0.0, None
+        share = min(1.0, self.work_done / self.work_total)
+        if share <= 0.02 or not self.began:
+            return share, None
+        return share, (now - self.began) * (1 - share) / share
+
+
+def shard_costs(shards: Sequence[Shard]) -> dict[RequestId, float]:
+    """Estimated seconds per request: its share of its shard's, by tokens."""
+    found: dict[RequestId, float] = {}
+    for shard in shards:
+        tokens = [max(1, one.context_tokens) + max(1, one.continuation_tokens) for one in shard.requests]
+        total = sum(tokens) or 1
+        for request, count in zip(shard.requests, tokens, strict=True):
+            found[request.id] = shard.seconds * count / total
+    return found
