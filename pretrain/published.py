@@ -258,11 +258,13 @@ def apply_retention(
     keep_every: int | None,
     newest_verified: int | None,
     protected: Collection[int] = (),
+    evaluated: Callable[[int], bool] | None = None,
 ) -> list[Path]:
-    """Delete what :func:`planner.retention.deletable` allows, each with its export, oldest first; what was deleted.
+    """Delete what :func:`planner.retention.deletable` allows, oldest first; the checkpoints that were deleted.
 
     Called by the holder of the fence after a publication, never before it. ``newest_verified`` is normally the
-    step just published, whose bytes have been read back.
+    step just published, whose bytes have been read back. The export of a deleted checkpoint stays until
+    ``evaluated(step)``, since its evaluation may still wait; None asks whether the job's folder has its results.
     """
     found = dict(published(folder))
     steps = retention.deletable(
@@ -270,8 +272,16 @@ def apply_retention(
     )
     for step in steps:
         remove_tree(found[step])
-        remove_tree(found[step].with_name(manifest.step_dir_name(step, export=True)))
+    left = found.keys() - set(steps)
+    for step, path in step_dirs(folder, exports=True):
+        if step not in left and step not in protected and (evaluated or _has_results(folder))(step):
+            remove_tree(path)
     return [found[step] for step in steps]
+
+
+def _has_results(folder: Path) -> Callable[[int], bool]:
+    reports = folder.parent / "reports"
+    return lambda step: (reports / manifest.step_dir_name(step) / "results.json").exists()
 
 
 def retire_after(folder: Path, step: int) -> list[Path]:

@@ -1,0 +1,224 @@
+"""The persister: a long-lived process beside the ranks that turns snapshots into published checkpoints.
+
+``python -m pretrain.persister SPEC.json`` watches a job's snapshots on its node. For each complete one that is
+marked for it: Megatron's distributed format is written from the shared memory, read back from the disk, hashed,
+compared, published under the fence of the incarnation that took it, ``latest`` moved, retention applied. A save
+that fails is tried again with pauses; training never waits for it. Messages
+(:class:`planner.messages.RankCheckpoint`) go to standard output, one JSON document per line.
+
+SIGTERM: finish what is marked, then leave. Whoever starts it (:class:`PersisterKeeper`) starts it again when it
+dies, and the save in hand is done anew from the snapshot, which lives in memory that belongs to neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from pydantic import BaseModel, ConfigDict
+
+from planner import manifest
+from planner.clock import Clock, SystemClock
+from planner.errors import BadInputError, FencedError, one_line
+from planner.messages import RankCheckpoint
+from pretrain import published, snapshot
+from pretrain.published import Fence
+from pretrain.snapshot import SnapshotError, SnapshotSet
+from pretrain.targets import Target, open_target
+
+MEGATRON = "megatron"
+
+
+class PersisterSpec(BaseModel):
+    """What a persister is started with, as a JSON file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    job: str
+    memory_dir: str
+    """Folder of snapshots in memory, ``/dev/shm`` as a rule."""
+    target: str
+    """Folder or fsspec URL of the published checkpoints."""
+    keep: int = 3
+    keep_every: int | None = None
+    failures: int = 3
+    """Tries of one save before it is given up and the next snapshot is taken up."""
+    back_off_seconds: float = 1.0
+    """Pause after the first failed try; doubles with each."""
+    poll_seconds: float = 0.1
+    hash_threads: int = 2
+    parent: int | None = None
+    """Process id to leave with; None: stay until told."""
+
+
+@dataclass
+class Persister:
+    """The loop, with everything it needs from outside given to it."""
+
+    spec: PersisterSpec
+    target: Target
+    tell: Callable[[RankCheckpoint], None]
+    clock: Clock = field(default_factory=SystemClock)
+    done: set[tuple[int, int]] = field(default_factory=set)
+    """(incarnation, step) that need no more work: published, fenced or given up."""
+    stopping: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The job's snapshots."""
+        return snapshot.job_dir(Path(self.spec.memory_dir), self.spec.job)
+
+    def run(self) -> None:
+        """Persist marked snapshots until told to stop (then the marked ones that are there are still done)."""
+        while True:
+            leaving = self.stopping
+            waiting = self.waiting()
+            for found in waiting:
+                self.persist(found)
+            if leaving and not self.waiting():
+                return
+            if self.spec.parent is not None and os.getppid() != self.spec.parent:
+                return
+            if not waiting:
+                self.clock.sleep(self.spec.poll_seconds)
+
+    def waiting(self) -> list[SnapshotSet]:
+        """Complete, marked snapshots that are not done, oldest first."""
+        return [
+            found
+            for found in reversed(snapshot.find(self.folder))
+            if found.complete
+            and found.shards[0].description.persist
+            and (found.incarnation, found.step) not in self.done
+        ]
+
+    def persist(self, found: SnapshotSet) -> None:
+        """Make one snapshot durable, with retries; says what became of it."""
+        key = (found.incarnation, found.step)
+        for attempt in range(self.spec.failures):
+            started = self.clock.monotonic()
+            try:
+                path = self._publish(found)
+            except FencedError as error:
+                self._say("refused", found.step, reason=str(error))
+                break
+            except Exception as error:  # any failure of storage or format: say so, try again, go on
+                self._say("failed", found.step, reason=f"try {attempt + 1} of {self.spec.failures}: {one_line(error)}")
+                if isinstance(error, SnapshotError):
+                    break  # overwritten or damaged in memory: there is nothing left to write
+                self.clock.sleep(self.spec.back_off_seconds * 2**attempt)
+                continue
+            self._say("published", found.step, path=path, seconds=self.clock.monotonic() - started)
+            self._retain(found.step)
+            break
+        self.done.add(key)
+
+    def _publish(self, found: SnapshotSet) -> str:
+        from pretrain import megatron_format, snapshot_state
+
+        said = found.shards[0].description
+        fence = Fence(said.job, said.incarnation, said.token)
+        work = self.target.work_dir(found.step, fence)
+        try:
+            with contextlib.ExitStack() as stack:
+                opened = []
+                for shard in found.shards:
+                    mapping = stack.enter_context(snapshot.opened(shard))
+                    snapshot.verify(shard, mapping)
+                    opened.append((shard.description, mapping))
+                sharded, common = snapshot_state.to_megatron(opened)
+                (work / MEGATRON).mkdir()
+                written = megatron_format.write_parts(sharded, common, work / MEGATRON)
+                del sharded, opened
+            described = manifest.Described(
+                job=said.job,
+                step=said.step,
+                consumed_samples=said.consumed_samples,
+                incarnation=said.incarnation,
+                created=self.clock.time(),
+                description=said.description,
+            )
+            hashes = {f"{MEGATRON}/{name}": digest for name, digest in written.items()}
+            return self.target.publish(work, described, fence, hashes)
+        finally:
+            with contextlib.suppress(OSError):
+                published.remove_tree(work)
+
+    def _retain(self, step: int) -> None:
+        """Retention counts after publication only, with the step just read back as the one known to verify."""
+        try:
+            gone = self.target.retain(keep=self.spec.keep, keep_every=self.spec.keep_every, newest_verified=step)
+        except Exception as error:  # what cannot be deleted now is deleted after the next publication
+            self._say("failed", step, reason=f"retention: {one_line(error)}")
+            return
+        for old in gone:
+            self._say("deleted", old)
+
+    def _say(
+        self, what: str, step: int, path: str | None = None, seconds: float | None = None, reason: str = ""
+    ) -> None:
+        self.tell(
+            RankCheckpoint(
+                what=what,  # type: ignore[arg-type]
+                step=step,
+                path=path,
+                seconds=seconds,
+                reason=reason,
+                time=self.clock.time(),
+            )
+        )
+
+
+def _print(message: RankCheckpoint) -> None:
+    sys.stdout.write(message.model_dump_json() + "\n")
+    sys.stdout.flush()
+
+
+def read_spec(path: Path) -> PersisterSpec:
+    """The spec in a JSON file.
+
+    Raises:
+        BadInputError: unreadable, or not a spec.
+    """
+    from planner.loading import validate
+
+    try:
+        import json
+
+        return validate(PersisterSpec, json.loads(path.read_text()), str(path))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: cannot be read ({error})") from error
+
+
+def main(path: str) -> None:
+    """Run until SIGTERM."""
+    import torch
+    import torch.distributed as dist
+
+    from pretrain import device
+
+    spec = read_spec(Path(path))
+    device.prepare("cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory(prefix="planaria-persister-") as scratch:
+        target = open_target(spec.target, Path(scratch), hash_threads=spec.hash_threads)
+        persister = Persister(spec, target, _print)
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            persister.stopping = True
+
+        signal.signal(signal.SIGTERM, leave)
+        print('{"kind":"ready"}', flush=True)
+        persister.run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
