@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -84,6 +85,12 @@ def shared_memory_of(processes: Iterable[ProcessId]) -> set[Path]:
                     names.append(os.readlink(f"/proc/{process.pid}/fd/{link}"))
         found |= {Path(name) for name in names if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
     return found
+
+
+def detach(process: subprocess.Popen[bytes]) -> int:
+    """Give up the handle of a process that is to outlive us; returns its pid."""
+    process.returncode = 0  # so that the handle's end neither warns nor waits: start times tell whether it lives
+    return process.pid
 
 
 def reap(pids: Iterable[int]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import redis
 
 from planner.errors import MissingServiceError, one_line
+from planner.processes import detach
 
 START_TIMEOUT = 20.0
 """Seconds until a server that has its data to load must answer."""
@@ -121,6 +122,7 @@ def start_redis(
         process = _spawn(program, folder, settings(folder, number, word), environment, pass_fds)
         server = RedisServer(process.pid, number, word)
         if _wait_ready(process, server):
+            detach(process)
             return server
         _end(process)
         if "in use" not in _last_line(folder).lower() or (port is not None and attempt >= 2):

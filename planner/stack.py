@@ -39,6 +39,7 @@ from planner.processes import (
     SHM_VARIABLE,
     STACK_VARIABLE,
     ProcessId,
+    detach,
     marked,
     shared_memory_of,
     wait_gone,
@@ -286,7 +287,7 @@ def _start_all(folder: Path, lock: int, slots: int | None, url: str | None, comp
                 start_new_session=True,
             )
             log.close()
-            _note(stack, name, process.pid)
+            _note(stack, name, detach(process))
         _wait_ready(stack, components)
         stack.save()
     except BaseException:

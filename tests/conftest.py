@@ -15,3 +15,5 @@ for _name, _value in {
     "DO_NOT_TRACK": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+from tests.support.redis import redis_of_session, store  # noqa: E402, F401
