@@ -6,6 +6,7 @@ second, nothing evicted. Settings go in through standard input, so that neither 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from planner.errors import MissingServiceError, one_line
 from planner.processes import detach
@@ -125,7 +128,7 @@ def start_redis(
             detach(process)
             return server
         _end(process)
-        if "in use" not in _last_line(folder).lower() or (port is not None and attempt >= 2):
+        if not _port_was_taken(folder) or (port is not None and attempt >= 2):
             break
         if port is not None:
             time.sleep(0.3)
@@ -159,13 +162,17 @@ def _spawn(
 
 def _wait_ready(process: subprocess.Popen[bytes], server: RedisServer) -> bool:
     deadline = time.monotonic() + START_TIMEOUT
-    client = redis.Redis(host="127.0.0.1", port=server.port, password=server.password, socket_timeout=1)
+    client = redis.Redis(
+        host="127.0.0.1", port=server.port, password=server.password, socket_timeout=1, retry=Retry(NoBackoff(), 0)
+    )
     try:
         while time.monotonic() < deadline and process.poll() is None:
             try:
                 client.ping()
-            except redis.AuthenticationError:
-                return False  # somebody else's server has the port
+            except redis.AuthenticationError:  # somebody else's server has the port, so ours is about to give up
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=5.0)
+                return False
             except redis.RedisError:
                 time.sleep(0.02)
             else:
@@ -181,9 +188,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _last_line(folder: Path) -> str:
+def _log_lines(folder: Path) -> list[str]:
     try:
-        lines = (folder / "redis.log").read_text(errors="replace").strip().splitlines()
+        return (folder / "redis.log").read_text(errors="replace").strip().splitlines()
     except OSError:
-        return ""
+        return []
+
+
+def _last_line(folder: Path) -> str:
+    lines = _log_lines(folder)
     return one_line(lines[-1])[:300] if lines else ""
+
+
+def _port_was_taken(folder: Path) -> bool:
+    return any("in use" in line.lower() for line in _log_lines(folder)[-4:])
