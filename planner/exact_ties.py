@@ -23,17 +23,21 @@ Layer = tuple[Integers, Floats]
 """Surviving states (units used by the later jobs, ascending) and, per state, the best value by number of changes."""
 
 
-def settle(options: Sequence[Options], prefix: Floats, best: float, threshold: float) -> list[int]:
+def settle(
+    options: Sequence[Options], prefix: Floats, threshold: float, tails: Sequence[int] | None = None
+) -> list[int]:
     """The index of the chosen count for each option: fewest changes, fewest units, smallest counts in order.
 
-    ``prefix`` is :func:`planner.program.prefix_bounds`; plans whose value reaches ``threshold`` are tied.
+    ``prefix`` is :func:`planner.program.prefix_bounds`; plans whose value reaches ``threshold`` are tied; ``tails[i]``
+    bounds the units of the options from i on.
     """
     size = prefix.shape[1] - 1
-    most = _changes(options, _any_best(options, prefix)) + 1
+    most = 1 + (len(options) if tails is not None else _changes(options, _any_best(options, prefix)))
     layers: list[Layer] = [(np.zeros(1, dtype=np.int64), np.full((1, most), -inf))]
     layers[0][1][0, 0] = 0.0
     for position in range(len(options) - 1, -1, -1):
-        layers.append(_extended(layers[-1], options[position], prefix[position], size, threshold))
+        tail = size if tails is None else tails[position]
+        layers.append(_extended(layers[-1], options[position], prefix[position], tail, threshold))
     layers.reverse()
     states, values = layers[0]
     changes = int((values >= threshold).any(axis=0).argmax())
@@ -59,20 +63,22 @@ def _changes(options: Sequence[Options], choice: Sequence[int]) -> int:
     return sum(bool(option.changed()[index]) for option, index in zip(options, choice, strict=True))
 
 
-def _extended(layer: Layer, option: Options, bounds: Floats, size: int, threshold: float) -> Layer:
+def _extended(layer: Layer, option: Options, bounds: Floats, tail: int, threshold: float) -> Layer:
+    """One more option in front; states above ``tail`` are not allowed."""
+    size = len(bounds) - 1
     states, values = layer
     low = int(states[0])
     most = values.shape[1]
-    result: Floats = np.full((size - low + 1, most), -inf)
+    result: Floats = np.full((tail - low + 1, most), -inf)
     changed = option.changed().tolist()
     for count, value, change in zip(option.counts.tolist(), option.values.tolist(), changed, strict=True):
-        inside = int(np.searchsorted(states, size - count, side="right"))
+        inside = int(np.searchsorted(states, tail - count, side="right"))
         if not inside:
             break
         rows = states[:inside] + (count - low)
         moved = values[:inside, : most - change] + value
         result[rows, change:] = np.maximum(result[rows, change:], moved)
-    alive = result + bounds[size - low :: -1][: size - low + 1, None] >= threshold
+    alive = result + bounds[size - low :: -1][: tail - low + 1, None] >= threshold
     result[~alive] = -inf
     keep = np.flatnonzero(alive.any(axis=1))
     return keep + low, result[keep]

@@ -92,7 +92,7 @@ def options(job: Job, cluster: Cluster) -> Options:
         raise BadInputError(
             f"job {job.name}: weight × throughput × seconds is beyond floating point; use smaller numbers"
         )
-    return Options(job.name, np.array(counts, dtype=np.int64), values, job.workers)
+    return Options(job.name, np.array(counts, dtype=np.int64), values, job.workers, job.group)
 
 
 def _places(job: Job, counts: Sequence[int]) -> range:

@@ -19,7 +19,7 @@ A tolerance is no order, so it cannot be folded into the comparison of single st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, inf
 
@@ -41,13 +41,15 @@ CELLS = 250_000_000
 class Options:
     """What one job can be given: ascending ``counts`` that begin with 0, and the value (FLOP) of each.
 
-    ``current`` is the count that is no change; None means that no count is one (slots held in reserve).
+    ``current`` is the count that is no change; None means that no count is one (slots held in reserve). ``group`` is
+    the number of slots that must lie together on a node (:mod:`planner.placement`); every count is a multiple of it.
     """
 
     name: str
     counts: NDArray[np.int64]
     values: Floats
     current: int | None
+    group: int = 1
 
     def changed(self) -> NDArray[np.bool_]:
         """Which of the counts change the job."""
@@ -60,9 +62,9 @@ class Options:
         if count == 0:
             values = self.values.copy()
             values[0] = -inf
-            return Options(self.name, self.counts, values, self.current)
+            return replace(self, values=values)
         keep = self.counts != count
-        return Options(self.name, self.counts[keep], self.values[keep], self.current)
+        return replace(self, counts=self.counts[keep], values=self.values[keep])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,10 @@ class Solution:
 def order(option: Options) -> tuple[bool, str]:
     """Sort key of options in a program: by name, the reserve last (the list of (name, count) has no such entry)."""
     return option.current is None, option.name
+
+
+def _by_group(option: Options) -> tuple[int, bool, str]:
+    return option.group, *order(option)
 
 
 class TooLargeError(ValueError):
@@ -117,14 +123,24 @@ def prefix_bounds(options: Sequence[Options], size: int) -> Floats:
 class Program:
     """Options in name order and the capacity, both in units; the bounds are computed once, on first use.
 
-    ``room_for`` names options that are no part of the program yet but may be spliced in later.
+    ``room_for`` names options that are no part of the program yet but may be spliced in later. ``ceilings`` says, for
+    a group size g, how many slots the options with groups of g or more may have together: on damaged nodes that is
+    less than the capacity. It changes the order of the program, and so the last rule of tie-breaking, to (group,
+    name): later options are the ones with larger groups, so that a ceiling bounds a whole tail of the program.
     """
 
-    def __init__(self, options: Sequence[Options], capacity: int, room_for: Sequence[Options] = ()) -> None:
+    def __init__(
+        self,
+        options: Sequence[Options],
+        capacity: int,
+        room_for: Sequence[Options] = (),
+        ceilings: Mapping[int, int] | None = None,
+    ) -> None:
         everything = [*options, *room_for]
         self.unit = unit_of(everything)
         # What is held in reserve (no current count) comes last: the list of (name, count) has no such entry.
-        self.options = [self.in_units(option) for option in sorted(options, key=order)]
+        key = order if ceilings is None else _by_group
+        self.options = [self.in_units(option) for option in sorted(options, key=key)]
         most = sum(int(option.counts[-1]) for option in everything) // self.unit
         self.size = min(capacity // self.unit, most)
         if (len(options) + 1) * (self.size + 1) > CELLS:
@@ -133,13 +149,19 @@ class Program:
                 "list counts that are multiples of a node"
             )
 
+        # The tail from i on may use this many units.
+        self.tails = [
+            self.size if ceilings is None else min(self.size, ceilings.get(option.group, capacity) // self.unit)
+            for option in self.options
+        ]
+
     def in_units(self, option: Options) -> Options:
         """``option`` counted in this program's units."""
         current = option.current
         if current is not None:
             # -1 equals no count: a present count that is no multiple of the unit is not listed.
             current = current // self.unit if current % self.unit == 0 else -1
-        return Options(option.name, option.counts // self.unit, option.values, current)
+        return replace(option, counts=option.counts // self.unit, current=current)
 
     @cached_property
     def prefix(self) -> Floats:
@@ -148,13 +170,21 @@ class Program:
 
     def solve(self) -> Solution:
         """The one plan that DESIGN.md's order puts first."""
-        best = float(self.prefix[-1, self.size])
-        limits = Limits.of(best, self.prefix, self.options)
+        limits = Limits.of(self._best(), self.prefix, self.options)
         rows = {len(self.options): Row.single(0, 0.0)}
-        found = settle(self.options, self.prefix, limits, rows, len(self.options))
+        found = settle(self.options, self.prefix, limits, rows, len(self.options), self.tails)
         if found is None:
-            found = exact_ties.settle(self.options, self.prefix, limits.best, limits.threshold)
+            found = exact_ties.settle(self.options, self.prefix, limits.threshold, self.tails)
         return self.solution(self.options, found)
+
+    def _best(self) -> float:
+        """The highest value of any plan."""
+        if all(tail == self.size for tail in self.tails):
+            return float(self.prefix[-1, self.size])
+        row = Row.single(0, 0.0)
+        for option, tail in zip(reversed(self.options), reversed(self.tails), strict=True):
+            row = row.extended(option.counts, option.values, tail)
+        return float(row.values.max())
 
     def solution(self, options: Sequence[Options], choice: Sequence[int]) -> Solution:
         """``choice`` (an index per option) as counts in slots."""
@@ -211,7 +241,12 @@ def gains(option: Options, change: float) -> Floats:
 
 
 def settle(
-    options: Sequence[Options], prefix: Floats, limits: Limits, rows: dict[int, Row], start: int
+    options: Sequence[Options],
+    prefix: Floats,
+    limits: Limits,
+    rows: dict[int, Row],
+    start: int,
+    tails: Sequence[int] | None = None,
 ) -> list[int] | None:
     """Stage 2 from layer ``start`` down: ``rows[i]`` holds value − λ·changes of the options from i on by exact slots.
 
@@ -222,7 +257,8 @@ def settle(
     count = len(options)
     for layer in range(start - 1, -1, -1):
         option = options[layer]
-        row = rows[layer + 1].extended(option.counts, gains(option, limits.change), size)
+        most = size if tails is None else tails[layer]
+        row = rows[layer + 1].extended(option.counts, gains(option, limits.change), most)
         # A suffix of r options hides at most r changes.
         slack = limits.threshold - limits.change * (count - layer)
         rows[layer] = row.pruned(prefix[layer], size, slack)

@@ -6,15 +6,15 @@ The optimisation itself is :mod:`planner.program`; the equations are in :mod:`pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.objective import SPARE, objective, options, price, spare_options
 from planner.program import Options, Program, Solution
 from planner.types import Alternative, Cluster, Decision, Job, JobPrice, Plan, Trigger
 
 
-def program(cluster: Cluster, jobs: Sequence[Job]) -> Program:
-    """The program of a cluster and its jobs.
+def program(cluster: Cluster, jobs: Sequence[Job], ceilings: Mapping[int, int] | None = None) -> Program:
+    """The program of a cluster and its jobs; ``ceilings`` as :func:`planner.placement.ceilings` gives them.
 
     Raises:
         ValueError: two jobs have one name.
@@ -25,12 +25,12 @@ def program(cluster: Cluster, jobs: Sequence[Job]) -> Program:
     spare = spare_options(cluster)
     if spare is not None:
         entries.append(spare)
-    return Program(entries, cluster.gpus)
+    return Program(entries, cluster.gpus, ceilings=ceilings)
 
 
-def solve(cluster: Cluster, jobs: Sequence[Job]) -> Plan:
+def solve(cluster: Cluster, jobs: Sequence[Job], ceilings: Mapping[int, int] | None = None) -> Plan:
     """The plan that DESIGN.md puts first: highest objective, then the tie-breaking order."""
-    return to_plan(cluster, jobs, program(cluster, jobs).solve())
+    return to_plan(cluster, jobs, program(cluster, jobs, ceilings).solve())
 
 
 def to_plan(cluster: Cluster, jobs: Sequence[Job], solution: Solution) -> Plan:

@@ -89,7 +89,7 @@ class Spliced:
         choice = self._settled(options, limits, position, after, len(new)) if limits.sound else None
         if choice is None:
             bounds = prefix_bounds(options, self.program.size)
-            choice = exact_ties.settle(options, bounds, best, limits.threshold)
+            choice = exact_ties.settle(options, bounds, limits.threshold)
         return self.program.solution(options, choice)
 
     def _best(self, position: int, after: int, inserted: Options | None) -> float:

@@ -125,6 +125,7 @@ class Job:
 
     ``workers`` is its present count x (before the fault, if there was one); ``faulted`` says that it lost a
     worker in this event; ``transition_seconds`` is how long it stands still when its count changes or it heals.
+    ``group`` slots must lie together on a node (its tensor-parallel group); it divides every listed count.
     """
 
     name: str
@@ -135,6 +136,7 @@ class Job:
     workers: int = 0
     faulted: bool = False
     transition_seconds: float = 0.0
+    group: int = 1
 
     def rate(self, count: int) -> float:
         """F(t, x) = w(t)·T(t, x) in FLOP/s where x is listed and at least ``min_workers``, else 0 (DESIGN.md)."""

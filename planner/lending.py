@@ -1,0 +1,260 @@
+"""How many slots training lends to evaluation, and what each loan is worth (derivation: docs/allocator.md).
+
+A checkpoint shows with probability p that its run must be stopped or rolled back; until its report is there, every
+second of that run is then wasted. So over a lending horizon H, k slots for evaluation are worth
+
+    V(k) = Σ over pending reports i of p_i·F_i·(H − min(H, T_i(k)))                                    (FLOP)
+
+with T_i(k) the time at which report i is ready with k slots, loads included, and F_i the rate of the run that it
+judges, frozen at the present plan so that the sum separates. Ageing raises p_i by ``waited/ageing_seconds``, without
+bound, so that no report starves. A training job that goes from x to x' for H pays
+
+    (F(x) − F(x'))·H + (F(x) + F(x'))·transition_seconds
+
+for the loss of rate and two transitions (into the loan at the old rate, back at the smaller one: what H credits to
+x' while it stands still). Idle slots cost nothing. V is not concave in k in general; the program does not need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.program import Options, Program
+from planner.types import Alternative, Job, Plan
+
+EVALUATION = "evaluation"
+"""Name of evaluation's entry in a lending plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingReport:
+    """A report that waits: what is left to run, what it is about, how long it has waited."""
+
+    name: str
+    slot_seconds: float
+    """Work left on inference slots."""
+    rate: float
+    """F_i: weighted FLOP/s of the run that the report judges, at the present plan."""
+    probability: float
+    """p_i: how likely the report stops the run or rolls it back."""
+    tail_seconds: float = 0.0
+    """What follows the last response: scoring, on CPU."""
+    longest_seconds: float = 0.0
+    """Its longest piece that cannot be cut: no number of slots is faster than this."""
+    waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backlog:
+    """All pending reports, in the order in which they are worked on, and the fleet's state."""
+
+    reports: tuple[PendingReport, ...] = ()
+    load_seconds: float = 0.0
+    """Until a slot that holds no engine yet answers its first request."""
+    resident: int = 0
+    """Slots that hold a loaded engine now."""
+    most_slots: int = 1_000_000
+    """More slots than this cannot be used."""
+
+    @property
+    def slot_seconds(self) -> float:
+        """Work left in all."""
+        return sum(report.slot_seconds for report in self.reports)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LendingPolicy:
+    """The settings of lending."""
+
+    horizon_bound: float = 900.0
+    """Longest lending horizon (s)."""
+    ageing_seconds: float = 3600.0
+    """A report's p grows by 1 for each time that it has waited this long."""
+    slot_second_cost: float = 0.0
+    """FLOP that a slot-second costs where slots are rented (price/3600·flop_value); 0: idle slots are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendingPlan:
+    """Who lends what: the new count of each lender, evaluation's slots, and the prices behind it (FLOP over H)."""
+
+    assignments: dict[str, int]
+    evaluation: int
+    horizon: float
+    worth: float
+    cost: float
+    reason: str
+    alternatives: tuple[Alternative, ...] = field(default=())
+
+    @property
+    def lent(self) -> bool:
+        """Whether any training job gives slots."""
+        return self.cost > 0
+
+
+def ready_times(backlog: Backlog, slots: int) -> list[float]:
+    """T_i(k) in seconds from now, ``inf`` with no slot.
+
+    The reports are worked on in order by all k slots. r = min(k, resident) of them start at once, the others after
+    the load: by time t they have done ``r·t + (k − r)·max(0, t − load)`` slot-seconds, so the first W slot-seconds
+    are done at ``W/r`` if that is before the load ends, else at ``(W + (k − r)·load)/k``. No report is ready before
+    its longest piece has run, on a loaded slot, and its tail comes on top.
+    """
+    slots = min(slots, backlog.most_slots)
+    if slots <= 0:
+        return [float("inf")] * len(backlog.reports)
+    resident = min(slots, backlog.resident)
+    times: list[float] = []
+    done = 0.0
+    for report in backlog.reports:
+        done += report.slot_seconds
+        if resident and done <= resident * backlog.load_seconds:
+            end = done / resident
+        else:
+            end = (done + (slots - resident) * backlog.load_seconds) / slots
+        start = 0.0 if resident else backlog.load_seconds
+        times.append(max(end, start + report.longest_seconds) + report.tail_seconds)
+    return times
+
+
+def horizon(backlog: Backlog, idle: int, next_event_seconds: float, policy: LendingPolicy) -> float:
+    """H: until the backlog would end without a loan, the next foreseen event, or the bound; whichever is first.
+
+    Without a loan evaluation has the ``idle`` slots. Counted from there, ``V(k) − V(idle)`` is exactly what a loan
+    saves; a loan that is given back before H (its backlog is done) has paid for longer than it lasted, so lending
+    errs on the side of training.
+    """
+    times = ready_times(backlog, idle)
+    return max(0.0, min(max(times), next_event_seconds, policy.horizon_bound)) if times else 0.0
+
+
+def evaluation_values(backlog: Backlog, most: int, seconds: float, policy: LendingPolicy) -> np.ndarray:
+    """V(k) for k = 0 … ``most``, vectorised over k; V(0) = 0."""
+    k = np.arange(most + 1, dtype=np.float64)
+    usable = np.minimum(k, backlog.most_slots)
+    resident = np.minimum(usable, backlog.resident)
+    values = np.zeros(most + 1)
+    done = 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for report in backlog.reports:
+            done += report.slot_seconds
+            early = (resident > 0) & (done <= resident * backlog.load_seconds)
+            end = np.where(early, done / resident, (done + (usable - resident) * backlog.load_seconds) / usable)
+            start = np.where(resident > 0, 0.0, backlog.load_seconds)
+            ready = np.maximum(end, start + report.longest_seconds) + report.tail_seconds
+            ready = np.where(usable > 0, ready, np.inf)
+            chance = report.probability + report.waited_seconds / policy.ageing_seconds
+            values += chance * report.rate * (seconds - np.minimum(seconds, ready))
+    values[0] = 0.0
+    return values
+
+
+def loan_cost(job: Job, count: int, seconds: float) -> float:
+    """What a training job pays for going from its present count to ``count`` for ``seconds`` and back."""
+    if count == job.workers:
+        return 0.0
+    before, after = job.rate(job.workers), job.rate(count)
+    return (before - after) * seconds + (before + after) * job.transition_seconds
+
+
+def lend(
+    jobs: Sequence[Job],
+    backlog: Backlog,
+    slots: int,
+    current: int,
+    next_event_seconds: float = float("inf"),
+    policy: LendingPolicy = LendingPolicy(),
+) -> LendingPlan:
+    """The lending plan on top of a training plan: ``job.workers`` is each job's count in that plan.
+
+    ``slots`` is the cluster's number of slots, ``current`` what evaluation holds now. Training never gets more here
+    than its plan gives it. Solved exactly, with the tie-breaking of every plan; then, unless slots cost money, what
+    nobody holds goes to evaluation as well, since it is free and the backlog goes on after H.
+    """
+    most = max(0, min(slots, backlog.most_slots)) if backlog.reports else 0
+    idle = min(most, max(0, slots - sum(job.workers for job in jobs)))
+    seconds = horizon(backlog, idle, next_event_seconds, policy)
+    values = evaluation_values(backlog, most, seconds, policy)
+    values -= np.arange(most + 1) * policy.slot_second_cost * seconds
+    entries = [Options(EVALUATION, np.arange(most + 1, dtype=np.int64), values, current)]
+    entries += [_lender(job, seconds) for job in jobs]
+    solution = Program(entries, slots).solve()
+    given = {job.name: solution.counts[job.name] for job in jobs}
+    count = solution.counts[EVALUATION]
+    if policy.slot_second_cost == 0:
+        count = min(most, slots - sum(given.values()))
+    cost = 0.0
+    for job in jobs:
+        cost += loan_cost(job, given[job.name], seconds)
+    worth = float(values[count])
+    return LendingPlan(
+        assignments=given,
+        evaluation=count,
+        horizon=seconds,
+        worth=worth,
+        cost=cost,
+        reason=_reason(jobs, backlog, given, count, seconds, worth, cost),
+        alternatives=_alternatives(jobs, values, slots, given, count, worth - cost, seconds),
+    )
+
+
+def _lender(job: Job, seconds: float) -> Options:
+    """A training job's choices in the lending program: what it has, or fewer, at the price of the loan."""
+    counts = [0, *(count for count in job.profile.counts if job.min_workers <= count < job.workers)]
+    if job.workers:
+        counts.append(job.workers)
+    costs = [-loan_cost(job, count, seconds) for count in counts]
+    return Options(job.name, np.array(counts, dtype=np.int64), np.array(costs), job.workers, job.group)
+
+
+def _reason(
+    jobs: Sequence[Job],
+    backlog: Backlog,
+    given: dict[str, int],
+    count: int,
+    seconds: float,
+    worth: float,
+    cost: float,
+) -> str:
+    """In words, with both sides as rates over the horizon."""
+    if not backlog.reports:
+        return "evaluation has no backlog"
+    waits = f"a backlog of {backlog.slot_seconds:.0f} slot-seconds in {len(backlog.reports)} reports"
+    if count == 0:
+        return f"gave nothing to evaluation: {waits} is worth less than what training would lose"
+    if seconds <= 0:
+        return f"gave {count} idle slots to evaluation, which has {waits}"
+    gain, loss = worth / seconds, cost / seconds
+    lenders = [f"{job.name} {job.workers} → {given[job.name]}" for job in jobs if given[job.name] != job.workers]
+    from_whom = f", lent by {', '.join(lenders)}" if lenders else ", all idle"
+    return (
+        f"gave {count} slots to evaluation{from_whom}: {waits} is worth {gain:.3g} FLOP/s over the next "
+        f"{seconds:.0f} s, training loses {loss:.3g} FLOP/s"
+    )
+
+
+def _alternatives(
+    jobs: Sequence[Job],
+    values: np.ndarray,
+    slots: int,
+    given: dict[str, int],
+    count: int,
+    net: float,
+    seconds: float,
+) -> tuple[Alternative, ...]:
+    """What no loan would have cost, and what lending nothing beyond the idle slots would."""
+    kept = {job.name: job.workers for job in jobs}
+    idle = min(len(values) - 1, max(0, slots - sum(kept.values())))
+    best_idle = int(values[: idle + 1].argmax())
+    found: list[Alternative] = []
+    for label, evaluation in (("no slot to evaluation", 0), ("only idle slots to evaluation", best_idle)):
+        if (kept, evaluation) == (given, count) or sum(kept.values()) + evaluation > slots:
+            continue
+        value = float(values[evaluation])
+        plan = Plan(kept | {EVALUATION: evaluation}, slots - sum(kept.values()) - evaluation, value)
+        if all(dict(other.plan.assignments) != plan.assignments for other in found):
+            found.append(Alternative(f"{label} (over {seconds:.0f} s)", plan, max(net - value, 0.0)))
+    return tuple(found)
