@@ -141,13 +141,18 @@ def join(
 
 
 def leave() -> None:
-    """Drop every process group at once, without waiting for anybody; harmless when none is there."""
-    from megatron.core import parallel_state
+    """Drop every process group at once, without waiting for anybody; harmless when none is there.
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    Also after a join that failed half-way, so that the next one starts from nothing: torch names groups by a
+    counter that must be equal on all ranks, and Megatron refuses to set what is set.
+    """
+    from megatron.core import parallel_state
+    from torch.distributed import distributed_c10d
+
+    parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0
 
 
 def seed_generators(seed: int) -> None:
