@@ -51,8 +51,10 @@ class Action(StrEnum):
     JOB_CANCEL_REQUESTED = "job.cancel_requested"
     JOB_PAUSE_REQUESTED = "job.pause_requested"
     JOB_RESUME_REQUESTED = "job.resume_requested"
+    JOB_PREEMPT_REQUESTED = "job.preempt_requested"  #: publish and leave; submitted again it goes on
 
     INCARNATION_STARTED = "incarnation.started"  #: all ranks of an incarnation said hello
+    INCARNATION_STOPPING = "incarnation.stopping"  #: its ranks were told to publish at the step's end and leave
     INCARNATION_ENDED = "incarnation.ended"
     RANK_STARTED = "rank.started"
     RANK_EXITED = "rank.exited"

@@ -1,0 +1,273 @@
+"""A job's faults: seen, judged, cured, recovered from. The first form of healing restarts all ranks.
+
+``fault.detected`` at the first sight; the ranks are ended; when the last one is gone the root is chosen among all
+that was seen, ``severity.decided`` and ``decision.made`` follow, and the next incarnation starts from the newest
+published checkpoint. ``fault.recovered`` comes with its first completed step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from planner import escalation, severity
+from planner.detection import Finding, Kind
+from planner.errors import ExitCode, one_line
+from planner.events import Action, JobState
+from planner.job_events import Cordon, Exited, Send
+from planner.job_record import FaultRecord, RankRecord, Seen
+from planner.job_turn import Turn
+from planner.messages import StopRanks
+from planner.pretrain_config import FaultKind
+from planner.severity import Method, Severity
+
+SETTLE_SECONDS = 0.5
+"""How long the echo of a fault (a peer's broken collective) waits for the fault itself."""
+_SIGNALS = {9: "sigkill", 15: "sigterm", 11: "sigsegv", 6: "sigabrt", 19: "sigstop", 7: "sigbus", 2: "sigint"}
+
+_TAKING = frozenset(
+    {
+        FaultKind.SIGKILL, FaultKind.SIGSTOP, FaultKind.EXCEPTION, FaultKind.EXIT, FaultKind.NCCL_ERROR, FaultKind.HANG,
+    }
+)  # fmt: skip
+"""Injected faults that end or stop the rank."""
+
+Ending = Callable[[Turn, JobState, str], None]
+
+
+# ---------------------------------------------------------------- seen
+
+
+def exited(turn: Turn, rank: RankRecord, event: Exited) -> None:
+    """A rank is gone and had not said that it was done."""
+    kind = _SIGNALS.get(event.signal or 0, f"signal {event.signal}") if event.signal else "exit"
+    tail = event.tail.strip().splitlines()
+    seen = _seen(turn, rank, Method.PROCESS_SUPERVISION, exit_code=event.code, message=tail[-1][:500] if tail else "")
+    _note(turn, kind, seen)
+
+
+def exception(turn: Turn, rank: RankRecord, message: Any) -> None:
+    """A rank is about to leave because of an exception."""
+    seen = _seen(
+        turn, rank, Method.EXCEPTION_PROPAGATION, exception_type=message.type, message=message.message[:1000],
+        collective=message.collective, step=message.step,
+    )  # fmt: skip
+    _note(turn, "exception", seen)
+
+
+def node_lost(turn: Turn, rank: RankRecord, reason: str) -> None:
+    """A rank's node is gone: its lease ended or its agent came back without it."""
+    rank.gone = True
+    _note(turn, "node_lost", _seen(turn, rank, Method.NODE_HEALTH, message=f"lost connection: {reason}"))
+
+
+def refused(turn: Turn, rank: RankRecord, reason: str) -> None:
+    """An agent could not start what the incarnation needs."""
+    _note(turn, "start_failed", _seen(turn, rank, Method.PROCESS_SUPERVISION, message=reason))
+
+
+def slow_start(turn: Turn, seconds: float) -> None:
+    """The incarnation did not come up within its limit."""
+    late = next((rank for rank in turn.job.ranks if not rank.hello), turn.job.ranks[0])
+    _note(turn, "hang", _seen(turn, late, Method.ONLINE_STATISTICS, message=f"no start within {seconds:.0f} s"))
+
+
+def stuck(turn: Turn, finding: Finding) -> None:
+    """Online statistics: a warning names the straggler, a hang is a fault."""
+    job = turn.job
+    rank = job.rank(finding.rank)
+    if rank is None or job.stage != "running":
+        return
+    details: dict[str, Any] = {"rank": rank.rank, "node": rank.node, "step": finding.step, "phase": finding.phase}
+    details |= {"seconds": finding.seconds, "limit": finding.limit}
+    if finding.kind is Kind.STRAGGLER:
+        turn.tell(Action.RANK_STRAGGLER, reason=finding.reason, **details)
+        return
+    turn.tell(Action.RANK_HUNG, reason=finding.reason, **details)
+    seen = _seen(turn, rank, Method.ONLINE_STATISTICS, message=finding.reason, collective=finding.collective)
+    _note(turn, "hang", seen)
+
+
+def injected(turn: Turn, index: int, time: float) -> None:
+    """An injected fault fires: if it is one that takes the rank, what is detected next is it and occurred then."""
+    if turn.job.settings.faults[index].kind in _TAKING:
+        turn.job.firing = (index, time)
+
+
+def _seen(turn: Turn, rank: RankRecord, method: Method, **more: Any) -> Seen:
+    step = more.pop("step", None) or turn.job.step + 1
+    return Seen(
+        method=method, rank=rank.rank, origin=rank.origin, node=rank.node, time=turn.now, step=int(step), **more
+    )
+
+
+def _note(turn: Turn, kind: str, seen: Seen) -> None:
+    """Add to the fault at hand, or open one: then the ranks that are left are ended."""
+    job = turn.job
+    healing = job.stage == "stopping" and job.stop_why == "heal"
+    if job.stage == "stopping" and job.stop_why == "cancel":
+        return
+    if job.fault is not None and not healing and job.settle_until is None:
+        _supersede(turn)
+    if job.fault is None:
+        _open(turn, kind, seen)
+    assert job.fault is not None
+    job.fault.seen.append(seen)
+    if healing:
+        return
+    if _classify(seen).cascade:
+        job.settle_until = job.settle_until or turn.now + SETTLE_SECONDS
+    else:
+        act(turn)
+
+
+def _supersede(turn: Turn) -> None:
+    """A new fault before the first step after the last one: the last one was never recovered from."""
+    job = turn.job
+    assert job.fault is not None
+    job.history.append(job.fault)
+    job.fault = None
+
+
+def _open(turn: Turn, kind: str, seen: Seen) -> None:
+    job = turn.job
+    index, occurred = job.firing or (None, None)
+    job.firing = None
+    if index is not None:
+        kind = job.settings.faults[index].kind.value
+    job.fault = FaultRecord(
+        detected=turn.now, occurred=occurred, step=seen.step, rank=seen.origin, kind=kind, injected=index
+    )
+    known: dict[str, Any] = {"occurred": occurred} if occurred is not None else {}
+    turn.move(JobState.HEALING, one_line(f"{kind} of rank {seen.origin} on {seen.node} {seen.message}")[:300])
+    turn.tell(
+        Action.FAULT_DETECTED,
+        reason=one_line(seen.message)[:500],
+        rank=seen.origin,
+        node=seen.node,
+        step=seen.step,
+        kind=kind,
+        method=seen.method,
+        exit_code=seen.exit_code,
+        **known,
+    )
+
+
+def act(turn: Turn) -> None:
+    """End the ranks that are left; the cure is chosen when the last is gone."""
+    turn.job.settle_until = None
+    stop_ranks(turn, "heal", 0.0)
+
+
+def stop_ranks(turn: Turn, why: str, grace_seconds: float) -> None:
+    """End all ranks of the incarnation: SIGTERM, SIGKILL after the grace."""
+    job = turn.job
+    if job.stage == "store":  # none has been started
+        for rank in job.ranks:
+            rank.gone = True
+    if job.stage != "stopping" or job.stop_why != why:
+        turn.stage("stopping")
+        job.stop_why = why
+    for node in sorted({rank.node for rank in job.alive()}):
+        turn.do(Send(node, StopRanks(job=job.id, incarnation=job.incarnation, grace_seconds=grace_seconds)))
+
+
+# ---------------------------------------------------------------- judged
+
+
+def _detection(seen: Seen) -> severity.Detection:
+    return severity.Detection(
+        method=Method(seen.method),
+        rank=seen.rank,
+        node=seen.node,
+        time=seen.time,
+        exit_code=seen.exit_code,
+        exception_type=seen.exception_type,
+        message=seen.message,
+        collective=seen.collective,
+    )
+
+
+def _classify(seen: Seen) -> severity.Classification:
+    return severity.classify(_detection(seen))
+
+
+def cure(turn: Turn, end: Ending) -> None:
+    """Choose the root and what follows; the next incarnation itself starts when slots are there."""
+    job = turn.job
+    fault = job.fault
+    assert fault is not None
+    root, verdict, seen = _root(fault)
+    fault.rank, fault.step = seen.origin, seen.step
+    bad_input = any(
+        item.exit_code == ExitCode.BAD_INPUT or item.exception_type == "BadInputError" for item in fault.seen
+    )
+    hopeless = bad_input or any(item.exception_type == "GivenUpError" for item in fault.seen)
+    judged = Severity.STOP if hopeless else verdict.severity
+    fault.severity, fault.cause = judged.value, verdict.name
+    fault.reason = one_line(verdict.reason)
+    turn.tell(
+        Action.SEVERITY_DECIDED, reason=fault.reason, severity=judged.value, cause=verdict.name,
+        rank=seen.origin, node=root.node, step=seen.step,
+    )  # fmt: skip
+    state = escalation.State.from_json(job.escalation)
+    event = escalation.FaultSeen(
+        severity=judged,
+        cause=f"{verdict.name} ({fault.reason})",
+        node=seen.node,
+        process_alive=False,
+        can_heal=False,
+        other_nodes=len(job.nodes()) > 1,
+    )
+    limits = escalation.Limits(incarnations=job.settings.health.incarnations_without_progress)
+    decision = escalation.decide(state, event, limits)
+    job.escalation = decision.state.to_json()
+    chosen = decision.cure or escalation.Cure.RESTART_ALL
+    fault.cure = chosen.value
+    turn.tell(Action.DECISION, reason=decision.reason, cure=chosen.value, rank=seen.origin, node=seen.node)
+    if chosen is escalation.Cure.GIVE_UP:
+        why = _bad_input(fault) if bad_input else decision.reason
+        end(turn, JobState.FAILED, why)
+        return
+    if chosen is escalation.Cure.ISOLATE:
+        turn.do(Cordon(seen.node, decision.reason))
+    job.stop_why = ""
+
+
+def _root(fault: FaultRecord) -> tuple[severity.Detection, severity.Classification, Seen]:
+    pairs = [(_detection(seen), seen) for seen in fault.seen]
+    detection, verdict = severity.root_cause([(detection, severity.classify(detection)) for detection, _ in pairs])
+    seen = next(seen for candidate, seen in pairs if candidate == detection)
+    return detection, verdict, seen
+
+
+def _bad_input(fault: FaultRecord) -> str:
+    said = [seen.message for seen in fault.seen if seen.message]
+    return f"bad input: {said[0] if said else 'a rank refused its input'}"
+
+
+# ---------------------------------------------------------------- recovered
+
+
+def recovered(turn: Turn, step: int, time: float) -> None:
+    """The first step after a fault is complete: the fault is over."""
+    job = turn.job
+    fault = job.fault
+    if fault is None:
+        return
+    fault.recovered = time
+    seconds = fault.summary()["recovered_seconds"]
+    turn.tell(
+        Action.FAULT_RECOVERED, time=time, seconds=seconds, step=step, rank=fault.rank, kind=fault.kind,
+        cure=fault.cure, fault_step=fault.step,
+    )  # fmt: skip
+    job.history.append(fault)
+    job.fault = None
+
+
+def close_as_done(turn: Turn) -> None:
+    """The job finished although a fault was open (it hit a rank that had done its work)."""
+    job = turn.job
+    if job.fault is not None:
+        job.history.append(job.fault)
+        job.fault = None

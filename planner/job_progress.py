@@ -1,0 +1,171 @@
+"""What ranks say becomes lines, events and the job's progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner import escalation, job_faults
+from planner.events import Action, JobState
+from planner.job_events import Said
+from planner.job_record import ExportRecord, RankRecord, StepRecord
+from planner.job_turn import Turn
+
+_CHECKPOINTS = {
+    "snapshot": Action.SNAPSHOT_TAKEN,
+    "saved": Action.CHECKPOINT_SAVED,
+    "published": Action.CHECKPOINT_PUBLISHED,
+    "failed": Action.CHECKPOINT_FAILED,
+    "refused": Action.CHECKPOINT_REFUSED,
+    "loaded": Action.CHECKPOINT_LOADED,
+    "deleted": Action.CHECKPOINT_DELETED,
+}
+
+
+def said(turn: Turn, event: Said) -> None:
+    """Take a message of a rank of the present incarnation."""
+    rank = turn.job.rank(event.rank)
+    assert rank is not None
+    message = event.message
+    match message.kind:
+        case "hello":
+            _hello(turn, rank, int(message.pid))
+        case "phase":
+            rank.phase, rank.step = message.phase, message.step
+        case "step":
+            _step(turn, rank, message)
+        case "exception":
+            _exception(turn, rank, message)
+        case "fault":
+            _fault(turn, rank, message)
+        case "checkpoint":
+            _checkpoint(turn, rank, message)
+        case "done":
+            rank.done = message.why
+        case "note":
+            _note(turn, rank, message)
+
+
+def _hello(turn: Turn, rank: RankRecord, pid: int) -> None:
+    job = turn.job
+    if rank.hello:
+        return
+    rank.hello, rank.pid = True, pid
+    if job.stage == "starting" and all(other.hello for other in job.ranks):
+        turn.stage("running")
+        turn.tell(Action.INCARNATION_STARTED, workers=job.size, nodes=job.nodes())
+
+
+def _step(turn: Turn, rank: RankRecord, message: Any) -> None:
+    """A step is complete when every rank of the incarnation has said so."""
+    job = turn.job
+    part = job.partial.setdefault(message.step, StepRecord())
+    if rank.rank in part.ranks:
+        return
+    part.ranks.append(rank.rank)
+    part.ids.extend(message.ids)
+    for name in ("loss", "grad_norm", "valid_loss"):
+        if (value := getattr(message, name)) is not None:
+            setattr(part, name, value)
+    part.tokens, part.workers = message.tokens, message.workers
+    part.seconds, part.time = max(part.seconds, message.seconds), max(part.time, message.time)
+    if len(part.ranks) == job.size:
+        del job.partial[message.step]
+        _complete(turn, message.step, part)
+
+
+def _complete(turn: Turn, step: int, part: StepRecord) -> None:
+    job = turn.job
+    measured = {} if part.valid_loss is None else {"valid_loss": part.valid_loss}
+    turn.write("samples.jsonl", step=step, ids=sorted(part.ids))
+    turn.write(
+        "metrics.jsonl",
+        step=step,
+        loss=part.loss,
+        grad_norm=part.grad_norm,
+        tokens=part.tokens,
+        seconds=part.seconds,
+        workers=part.workers,
+        incarnation=job.incarnation,
+        **measured,
+    )
+    job.step, job.loss, job.step_seconds = step, part.loss, part.seconds
+    job.valid_loss = part.valid_loss if part.valid_loss is not None else job.valid_loss
+    state = escalation.State.from_json(job.escalation)
+    job.escalation = escalation.decide(state, escalation.StepCompleted(step)).state.to_json()
+    if not job.progressed:
+        job.progressed = True
+        turn.tell(Action.STEP_COMPLETED, time=part.time, step=step, seconds=part.seconds, workers=part.workers)
+        job_faults.recovered(turn, step, part.time)
+        if job.stage == "running":
+            turn.move(JobState.RUNNING, "")
+
+
+def _exception(turn: Turn, rank: RankRecord, message: Any) -> None:
+    turn.tell(
+        Action.RANK_EXCEPTION,
+        reason=f"{message.type}: {message.message}"[:500],
+        time=message.time,
+        rank=rank.rank,
+        node=rank.node,
+        step=message.step,
+        phase=message.phase,
+        collective=message.collective,
+        traceback=message.traceback[-4000:],
+    )
+    job_faults.exception(turn, rank, message)
+
+
+def _fault(turn: Turn, rank: RankRecord, message: Any) -> None:
+    job = turn.job
+    if message.index not in job.fired:
+        job.fired.append(message.index)
+    faults = job.settings.faults
+    kind = faults[message.index].kind.value if message.index < len(faults) else "unknown"
+    turn.tell(
+        Action.FAULT_INJECTED,
+        time=message.time,
+        index=message.index,
+        kind=kind,
+        rank=rank.origin,
+        step=message.step,
+        phase=message.phase,
+        micro_batch=message.micro_batch,
+    )
+    if message.index < len(faults):
+        job_faults.injected(turn, message.index, message.time)
+
+
+def _checkpoint(turn: Turn, rank: RankRecord, message: Any) -> None:
+    job = turn.job
+    action = _CHECKPOINTS.get(message.what)
+    if action is None:
+        return
+    details = {"seconds": message.seconds, "stall_seconds": message.stall_seconds, "path": message.path}
+    known = {name: value for name, value in details.items() if value is not None}
+    turn.tell(action, reason=message.reason, time=message.time, step=message.step, rank=rank.rank, **known)
+    if message.what == "deleted" and message.step in job.published:
+        job.published.remove(message.step)
+    if message.what == "published" and message.path:
+        _published(turn, message.step, message.path)
+
+
+def _published(turn: Turn, step: int, path: str) -> None:
+    job = turn.job
+    again = step in job.published
+    job.published = sorted({*job.published, step})
+    if again or not job.settings.checkpoint.export:
+        return
+    job.counted += 1
+    evaluate = job.settings.evaluate
+    due = bool(evaluate.tasks) and (job.counted % evaluate.every_checkpoints == 0 or step == job.settings.steps)
+    job.exports.append(ExportRecord(step=step, path=path, evaluate=due))
+
+
+def _note(turn: Turn, rank: RankRecord, message: Any) -> None:
+    try:
+        action = Action(message.action)
+    except ValueError:
+        action = Action.MESSAGE_REFUSED
+    reserved = {"time", "action", "job", "incarnation", "old", "new", "reason", "rank"}
+    details = {key: value for key, value in message.details.items() if key not in reserved}
+    turn.tell(action, reason=message.reason, time=message.time, rank=rank.rank, **details)

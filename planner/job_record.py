@@ -1,0 +1,211 @@
+"""What is known of a pretraining job: the record in Redis that the supervisor alone writes.
+
+It holds everything a new coordinator needs to go on, so it stays small: lines, events and checkpoints are in the
+job's folder, and ``files`` says how much of them belongs to this record.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from planner.events import TERMINAL, JobState
+from planner.pretrain_config import PretrainConfig
+
+
+class Record(BaseModel):
+    """Base of all parts of the record."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class RankRecord(Record):
+    """One rank of the present incarnation."""
+
+    rank: int
+    origin: int
+    """Rank at the job's start, which fault coordinates name."""
+    node: str
+    slot: int
+    lease: str
+    lease_token: int
+    pid: int = 0
+    hello: bool = False
+    gone: bool = False
+    done: str = ""
+    """Why it said it was done; empty before."""
+    phase: str = ""
+    step: int = 0
+
+
+class Seen(Record):
+    """One thing that was seen of a fault; the root is chosen among them (:func:`planner.severity.root_cause`)."""
+
+    method: str
+    rank: int
+    origin: int
+    node: str
+    time: float
+    step: int
+    exit_code: int | None = None
+    """As :mod:`subprocess` gives it: negative for a signal."""
+    exception_type: str | None = None
+    message: str = ""
+    collective: str | None = None
+
+
+class FaultRecord(Record):
+    """A fault: open until the first step after it, then an entry of the job's list."""
+
+    detected: float
+    occurred: float | None = None
+    step: int
+    rank: int
+    """Origin rank of the root."""
+    kind: str
+    injected: int | None = None
+    """Index in ``config.faults`` where it was asked for."""
+    severity: str = ""
+    cause: str = ""
+    cure: str = ""
+    reason: str = ""
+    recovered: float | None = None
+    seen: list[Seen] = []
+
+    def summary(self) -> dict[str, Any]:
+        """The entry of ``planaria run --json`` and ``demo --json``."""
+        since = self.detected if self.occurred is None else self.occurred
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "kind": self.kind,
+            "recovered_seconds": None if self.recovered is None else max(0.0, self.recovered - since),
+            "severity": self.severity,
+            "cause": self.cause,
+            "cure": self.cure,
+        }
+
+
+class StepRecord(Record):
+    """A step that some ranks have completed and others not yet."""
+
+    ranks: list[int] = []
+    ids: list[int] = []
+    loss: float | None = None
+    grad_norm: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    workers: int = 0
+    valid_loss: float | None = None
+    time: float = 0.0
+
+
+class ExportRecord(Record):
+    """A published checkpoint whose export is due."""
+
+    step: int
+    path: str
+    tries: int = 0
+    not_before: float = 0.0
+    evaluate: bool = False
+    """Whether the scheduler is to evaluate it."""
+
+
+class JobRecord(Record):
+    """A job. ``stage`` is where the present incarnation stands: none, store, starting, running, stopping."""
+
+    format: int = 1
+    id: str
+    name: str
+    folder: str
+    config: dict[str, Any]
+    submitted: float
+    state: JobState = JobState.QUEUED
+    reason: str = ""
+    started: float | None = None
+    ended: float | None = None
+
+    incarnation: int = 0
+    stage: str = "none"
+    stop_why: str = ""
+    """Why the incarnation is being stopped: heal, pause, cancel, resize, preempt."""
+    since: float = 0.0
+    """When the present stage began."""
+    ranks: list[RankRecord] = []
+    store_node: str | None = None
+    size: int = 0
+    """Ranks of the present or last incarnation."""
+    wanted: str = "run"
+    """What a person wants: run, pause, cancel."""
+    progressed: bool = False
+    """Whether the present incarnation has completed a step."""
+
+    step: int = 0
+    loss: float | None = None
+    step_seconds: float | None = None
+    valid_loss: float | None = None
+    partial: dict[int, StepRecord] = {}
+    published: list[int] = []
+    counted: int = 0
+    """Publications so far, of which every ``evaluate.every_checkpoints``-th is evaluated."""
+    exports: list[ExportRecord] = []
+    fault: FaultRecord | None = None
+    history: list[FaultRecord] = []
+    fired: list[int] = []
+    escalation: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
+
+    firing: tuple[int, float] | None = None
+    """Injected fault (index, time) that has not been detected yet."""
+    settle_until: float | None = None
+    """A fault known only by its echo waits until then for its root."""
+    outbox: list[dict[str, Any]] = []
+    """Commands decided and not known to be sent: [{node, command}]."""
+    cursor: str = "0-0"
+    """Position in the reports' stream up to which this record speaks."""
+    files: dict[str, int] = {}
+    """Bytes of each file of the folder that belong to this record."""
+    ettr: float | None = None
+    ettr_losses: dict[str, float] = Field(default_factory=dict)
+
+    @cached_property
+    def settings(self) -> PretrainConfig:
+        """The job's config."""
+        return PretrainConfig.model_validate(self.config)
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return self.state in TERMINAL
+
+    @property
+    def holder(self) -> str:
+        """Its name as a holder of leases."""
+        return f"job:{self.id}"
+
+    def rank(self, number: int) -> RankRecord | None:
+        """A rank of the present incarnation."""
+        return next((rank for rank in self.ranks if rank.rank == number), None)
+
+    def alive(self) -> list[RankRecord]:
+        """Ranks that are not known to be gone."""
+        return [rank for rank in self.ranks if not rank.gone]
+
+    def nodes(self) -> list[str]:
+        """Nodes of the present incarnation."""
+        return sorted({rank.node for rank in self.ranks})
+
+    def faults(self) -> list[FaultRecord]:
+        """All faults, the open one last."""
+        return [*self.history, *([self.fault] if self.fault else [])]
+
+    def to_store(self) -> dict[str, Any]:
+        """The record as it is put into Redis, with the fields that ``status`` shows."""
+        shown = {
+            "steps": self.settings.steps,
+            "workers": len(self.alive()) if self.stage in ("starting", "running") else 0,
+            "faults": [fault.summary() for fault in self.faults()],
+        }
+        return self.model_dump(mode="json", exclude={"settings"}) | shown
