@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,12 +172,15 @@ def _say(result: EvaluationResult) -> None:
     print(
         f"{result.requests_run} of {result.requests} requests run, {result.seconds:.1f} s", file=sys.stderr, flush=True
     )
-    for flag in result.outcome.flags[:20]:
-        mark = "NOT TRUSTED" if flag.get("untrusted") else "note"
+    bad = [flag for flag in result.outcome.flags if flag.get("untrusted")]
+    for flag in bad[:20]:
         where = f"{flag['task']}: document {flag['doc_id']}, choice {flag['choice']}"
-        print(f"{mark}: {where}: {flag['kind']}: {flag['detail']}", file=sys.stderr)
-    if len(result.outcome.flags) > 20:
-        print(f"… and {len(result.outcome.flags) - 20} more, in {result.path}", file=sys.stderr)
+        print(f"NOT TRUSTED: {where}: {flag['kind']}: {flag['detail']}", file=sys.stderr)
+    if len(bad) > 20:
+        print(f"… and {len(bad) - 20} more that are not trusted, in {result.path}", file=sys.stderr)
+    notes = Counter((flag["task"], flag["kind"]) for flag in result.outcome.flags if not flag.get("untrusted"))
+    for (task, kind), count in sorted(notes.items()):
+        print(f"note: {task}: {kind} in {count} requests", file=sys.stderr)
     for task, reason in result.outcome.failed.items():
         print(f"FAILED: {task}: {reason}", file=sys.stderr)
 

@@ -20,15 +20,16 @@ from pydantic import ValidationError
 
 from evalsched.costs import CostModel
 from evalsched.engine_check import compare_responses, sample_documents
+from evalsched.evaluation import answers_of, keep_scores, score, score_job
 from evalsched.feeding import MAX_ATTEMPTS, OutView, WorkerView, assign
 from evalsched.ledger import Ledger
 from evalsched.messages import ANSWERS, RUN_SHARD, WARM, Answers, Ended, Left, RunShard, Warm, infer_queue
 from evalsched.models import ModelFacts
 from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare, shard_costs
-from evalsched.scoring import ScoreJob, ScoreOutcome, score_in_subprocess, write_answers
+from evalsched.scoring import ScoreOutcome
 from evalsched.shards import cut
 from evalsched.types import RequestId, Response, Shard, digest_of
-from planner.errors import MissingServiceError, PlanariaError, one_line
+from planner.errors import BadInputError, FencedError, MissingServiceError, PlanariaError, one_line
 from planner.events import Action, TrialState
 from planner.store import ClusterStore
 from planner.worker_table import WorkerRecord, WorkerTable
@@ -109,6 +110,30 @@ class Conductor:
             )  # fmt: skip
         for record in self.table.runs().values():
             self.add(RunSpec.from_json(record))
+
+    def retry(self, name: str) -> Run:
+        """Put a failed run back into the queue; ``name`` is its id or the number of one of its trials.
+
+        Raises:
+            BadInputError: no run of that name failed.
+        """
+        for run in self.runs.values():
+            trials = {str(trial.id) for trial in run.prepared.trials.values()} if run.prepared else set()
+            if (name == run.id or name in trials) and (run.state is TrialState.FAILED or run.failed):
+                self._forgive(run)
+                fresh = Run(run.spec, run.id)
+                self.runs[run.id] = fresh
+                self.table.put_run(run.id, run.spec.to_json())
+                self._begin(fresh)
+                return fresh
+        raise BadInputError(f"trial {name}: no failed trial of that name; see planaria status --json")
+
+    def _forgive(self, run: Run) -> None:
+        mine = [row["id"] for row in self.ledger.failed_shards() if row["payload"].get("run") == run.id]
+        self.ledger.forgive(mine)
+        for trial in run.prepared.trials.values() if run.prepared else ():
+            wrong = [one.id for one in self.ledger.responses_of(trial.id) if one.error is not None]
+            self.ledger.forget_responses(trial.id, wrong)
 
     def _begin(self, run: Run) -> None:
         self._submit(run, self._identify, run.spec)
@@ -319,6 +344,8 @@ class Conductor:
     def _take_result(self, run: Run, future: Future[Any], now: float) -> None:
         try:
             result = future.result()
+        except FencedError:
+            raise
         except MissingServiceError as error:
             log.warning("action=run.waits run=%s reason=%s", run.id, error)
             self._begin(run)
@@ -439,30 +466,18 @@ class Conductor:
         """In the pool: answers from the ledger into a file, lm-eval's own scoring in a subprocess."""
         assert run.prepared is not None and run.model is not None
         started = time.monotonic()
-        answers: dict[RequestId, Response] = {}
-        for trial in run.prepared.trials.values():
-            answers.update((one.id, one) for one in self.ledger.responses_of(trial.id))
-        folder = Path(run.spec.output)
-        work = folder / ".planaria"
-        work.mkdir(parents=True, exist_ok=True)
-        path = work / f"answers-{run.id}.jsonl"
-        write_answers(path, answers.values())
+        answers = answers_of(self.ledger, run.prepared.trials)
         block = {
             "engine": dict(run.model.engine_key),
-            "exact": run.spec.engine.exact,
             "batch_check": self._check_block(run, answers),
             "timings": dict(run.timings),
-            "trials": {task: trial.id for task, trial in run.prepared.trials.items()},
         }
-        job = ScoreJob(
-            settings=run.spec.settings, model=run.spec.model, tokenizer=run.spec.model,
-            recording=str(run.prepared.recording.folder), answers=str(path), output=str(folder),
-            failed=dict(run.failed), block=block,
+        job = score_job(
+            self.ledger, run.prepared.trials, run.prepared.recording, run.spec.settings, run.model.model,
+            Path(run.spec.output), failed=run.failed, max_length=run.model.max_length, block=block,
         )  # fmt: skip
-        try:
-            outcome = score_in_subprocess(job)
-        finally:
-            path.unlink(missing_ok=True)
+        outcome = score(job)
+        keep_scores(self.ledger, run.prepared.trials, outcome)
         run.timings["score_seconds"] = time.monotonic() - started
         return outcome
 

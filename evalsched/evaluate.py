@@ -214,7 +214,7 @@ def _result(run: Run, seconds: float) -> EvaluationResult:
         results=run.outcome.metrics,
         outcome=run.outcome,
         path=Path(run.outcome.results),
-        requests=len(run.prepared.all_requests),
+        requests=run.prepared.requests,
         requests_run=len(run.prepared.open),
         seconds=seconds,
         timings=run.timings,

@@ -173,7 +173,7 @@ def _second_copies(workers: Sequence[WorkerView], now: float) -> list[Assignment
 
 
 def slots_wanted(backlog_seconds: float, shards: int, most: int, target_seconds: float = 30.0) -> int:
-    """Workers that the waiting work can use: enough to be through in about ``target_seconds``, never more than shards."""
+    """Workers that the waiting work can use to be through in ``target_seconds``; never more than shards."""
     if shards <= 0 or most <= 0:
         return 0
     return max(1, min(most, shards, round(backlog_seconds / target_seconds)))

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evalsched.digests import FileHashes, model_digest, tokenizer_digest
 from evalsched.engine import EngineSettings, engine_key
+from evalsched.evaluation import Model, describe_model, open_trials, record
 from evalsched.feeding import PendingShard, RunView
 from evalsched.ledger import Ledger
 from evalsched.messages import ModelRef
 from evalsched.models import ModelFacts
-from evalsched.recording import Recording, RecordJob, record_in_subprocess
+from evalsched.recording import Recording
 from evalsched.scoring import ScoreOutcome
-from evalsched.types import EvalSettings, Request, RequestId, Shard, TrialKey, digest_of
+from evalsched.types import EvalSettings, Request, RequestId, Shard, Trial, digest_of
 from planner.events import TrialState
 
 RETRY_SECONDS = 0.5
@@ -61,26 +61,14 @@ class RunSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialInfo:
-    """One task of a prepared run."""
-
-    id: int
-    task: str
-    key: str
-    requests: int
-    answered: int
-    """How many of them the ledger held already."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """What preparation found: everything that is known before the first request is run."""
 
     recording: Recording
-    trials: Mapping[str, TrialInfo]
+    trials: Mapping[str, Trial]
     open: tuple[Request, ...]
     """Requests that nobody answered yet, in recorded order."""
-    all_requests: tuple[Request, ...]
+    requests: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +76,9 @@ class Identified:
     """The model, before its requests are recorded."""
 
     ref: ModelRef
+    model: Model
     engine_key: Mapping[str, str]
+    max_length: int
 
 
 def identify(spec: RunSpec, device: str = "cpu") -> Identified:
@@ -101,17 +91,14 @@ def identify(spec: RunSpec, device: str = "cpu") -> Identified:
     facts = ModelFacts.read(folder)
     if device == "cpu":
         facts.check_cpu()
-    hashes = FileHashes()
-    ref = ModelRef(
-        path=spec.model,
-        digest=model_digest(folder, hashes),
-        tokenizer=tokenizer_digest(folder, hashes),
-        stage=spec.stage,
+    model = describe_model(folder, job=spec.job, step=spec.step)
+    ref = ModelRef(path=str(model.path), digest=model.digest, tokenizer=model.tokenizer, stage=spec.stage)
+    return Identified(
+        ref=ref, model=model, engine_key=engine_key(facts, spec.engine, device), max_length=facts.max_length()
     )
-    return Identified(ref=ref, engine_key=engine_key(facts, spec.engine, device))
 
 
-def prepare(spec: RunSpec, model: Identified, ledger: Ledger) -> Prepared:
+def prepare(spec: RunSpec, found: Identified, ledger: Ledger) -> Prepared:
     """Record the requests (in a subprocess, or from the cache), keep trials and requests, find what is open.
 
     Raises:
@@ -119,37 +106,15 @@ def prepare(spec: RunSpec, model: Identified, ledger: Ledger) -> Prepared:
         WorkFailedError: recording failed.
         MissingServiceError: the ledger is away.
     """
-    recording = record_in_subprocess(RecordJob(settings=spec.settings, tokenizer=spec.model))
+    recording = record(spec.settings, found.model)
+    trials = open_trials(ledger, recording, spec.settings, found.model, found.engine_key)
+    answered = {one for trial in trials.values() if trial.responses for one in ledger.answered(trial.id)}
     requests = recording.requests()
-    by_task: dict[str, list[Request]] = {task.task: [] for task in recording.tasks}
-    for request in requests:
-        by_task[request.task].append(request)
-    trials: dict[str, TrialInfo] = {}
-    answered: set[RequestId] = set()
-    for task in recording.tasks:
-        key = TrialKey(
-            model=model.ref.digest,
-            tokenizer=model.ref.tokenizer,
-            task=task.task,
-            requests=task.digest,
-            settings=task.config,
-            engine=model.engine_key,
-        )
-        set_id = ledger.put_requests(task.digest, task.task, by_task[task.task])
-        trial = ledger.put_trial(
-            key=key.digest, key_parts=key.__dict__, task=task.task, set_id=set_id, model_path=spec.model,
-            job=spec.job, step=spec.step,
-        )  # fmt: skip
-        known = ledger.answered(trial.id) if trial.responses else []
-        answered.update(known)
-        trials[task.task] = TrialInfo(
-            id=trial.id, task=task.task, key=key.digest, requests=task.requests, answered=len(known)
-        )
     return Prepared(
         recording=recording,
         trials=trials,
         open=tuple(request for request in requests if request.id not in answered),
-        all_requests=tuple(requests),
+        requests=len(requests),
     )
 
 

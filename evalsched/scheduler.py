@@ -1,0 +1,359 @@
+"""The evaluation scheduler: the coordinator's third loop. Every published export becomes trials, slots, a report.
+
+It follows the cluster's events and requests, says how much work waits (the allocator answers with leases), has
+agents start workers on leased slots, and lets the :class:`~evalsched.conductor.Conductor` run the evaluations.
+Everything that must survive it is in Redis, the ledger and the jobs' folders.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evalsched.app import make_app
+from evalsched.conductor import Conductor
+from evalsched.costs import CPU_FLOPS, GPU_FLOPS
+from evalsched.feeding import slots_wanted
+from evalsched.ledger import Ledger, sqlite_url
+from evalsched.runs import Run, RunSpec
+from evalsched.types import EvalSettings
+from planner.errors import FencedError, PlanariaError, one_line
+from planner.events import TERMINAL, Action, Event, TrialState
+from planner.leases import Lease
+from planner.manifest import step_dir_name
+from planner.messages import CommandFailed, StartWorker, StopWorker, WorkerExited
+from planner.store import ClusterStore, Demand, Request
+
+log = logging.getLogger("planaria.evaluation")
+
+HOLDER = "evaluation"
+START_SECONDS = 15.0
+"""What it costs to give evaluation a slot: a worker's start."""
+LINGER_SECONDS = 20.0
+"""How long slots are kept after the last work, so that the next checkpoint finds a loaded engine."""
+START_TIMEOUT = 60.0
+"""Seconds after which a worker that was asked for and never spoke is asked for again."""
+FRUITLESS_STARTS = 3
+GRACE_SECONDS = 5.0
+STATUS_SECONDS = 0.5
+
+
+@dataclass
+class _Post:
+    """A lease of ours and the worker on it."""
+
+    lease: Lease
+    starts: int = 0
+    fruitless: int = 0
+    worker: str | None = None
+    asked: float = 0.0
+    stopping: bool = False
+
+
+@dataclass
+class _Positions:
+    """How far the streams were read; saved after their effects are durable."""
+
+    events: str
+    requests: str
+    reports: str
+    changed: set[str] = field(default_factory=set)
+
+
+class EvaluationScheduler:
+    """The loop; see :class:`planner.coordinator.Loop`.
+
+    Args:
+        store: cluster store with the secret and the coordinator's fence.
+        state_dir: holds the ledger (unless ``PLANARIA_LEDGER`` names a database) and the jobs' folders.
+    """
+
+    def __init__(self, store: ClusterStore, state_dir: Path) -> None:
+        self._store = store
+        self._state_dir = state_dir
+        self._ledger_url = os.environ.get("PLANARIA_LEDGER") or sqlite_url(state_dir / "ledger.sqlite")
+        self._token = self._fence()
+        self._conductor = Conductor(
+            store, Ledger(self._ledger_url, self._token), make_app(store.url), device=self._device(),
+            kill_worker=self._kill_worker,
+        )  # fmt: skip
+        self._posts: dict[int, _Post] = {}
+        self._read_to = _Positions(
+            *(store.position(f"evaluation.{name}") for name in ("events", "requests", "reports"))
+        )
+        self._busy_until = 0.0
+        self._status: tuple[float, dict[str, Any]] = (0.0, {})
+        self._conductor.restore()
+
+    def _fence(self) -> int:
+        token = self._store.fence()
+        if token is None:
+            raise FencedError("the coordinator's lock is not held")
+        return token
+
+    def _device(self) -> str:
+        return "cuda" if any(node.device == "cuda" for node in self._store.nodes()) else "cpu"
+
+    # ------------------------------------------------------------------ the tick
+
+    def tick(self, now: float) -> None:
+        """One round.
+
+        Raises:
+            FencedError: another coordinator took over.
+        """
+        self._renew_ledger()
+        self._read_events(now)
+        self._read_requests(now)
+        self._read_reports(now)
+        self._conductor.expected_workers = max(1, len(self._posts))
+        self._conductor.tick(now)
+        self._say_demand(now)
+        self._tend_posts(now)
+        self._publish_status(now)
+        self._save_positions()
+
+    def close(self) -> None:
+        """Give up what runs beside the ticks; workers go on."""
+        self._conductor.close()
+        self._conductor.ledger.close()
+
+    def _renew_ledger(self) -> None:
+        """A coordinator whose lock was renewed under a new epoch writes under its new token."""
+        token = self._fence()
+        if token != self._token:
+            old, self._token = self._conductor.ledger, token
+            self._conductor.ledger = Ledger(self._ledger_url, token)
+            old.close()
+
+    def _save_positions(self) -> None:
+        for name in sorted(self._read_to.changed):
+            self._store.save_position(f"evaluation.{name}", getattr(self._read_to, name))
+        self._read_to.changed.clear()
+
+    def _moved(self, stream: str, position: str) -> None:
+        setattr(self._read_to, stream, position)
+        self._read_to.changed.add(stream)
+
+    # ------------------------------------------------------------------ what asks for evaluations
+
+    def _read_events(self, now: float) -> None:
+        for entry in self._store.read_events(self._read_to.events):
+            event = entry.payload
+            if event is not None and event.action is Action.EXPORT_PUBLISHED:
+                self._take_export(event, now)
+            self._moved("events", entry.id)
+
+    def _take_export(self, event: Event, now: float) -> None:
+        """A checkpoint's export is there: evaluate it as its job says."""
+        record = self._store.job(event.job) if event.job else None
+        wanted = event.details.get("evaluate")
+        if not wanted or record is None or event.job is None:
+            return
+        ask = wanted if isinstance(wanted, Mapping) else record["config"].get("evaluate", {})
+        tasks = tuple(ask.get("tasks", ()))
+        if not tasks:
+            return
+        step = int(event.details["step"])
+        settings = EvalSettings(tasks=tasks, limit=ask.get("limit"), num_fewshot=ask.get("num_fewshot"))
+        folder = Path(record["folder"]) / "reports" / step_dir_name(step)
+        self._conductor.add(
+            RunSpec(
+                model=str(event.details["path"]),
+                settings=settings,
+                output=str(folder),
+                created=event.time,
+                job=event.job,
+                step=step,
+                weight=float(record["config"].get("weight", 1.0)),
+            )  # fmt: skip
+        )
+
+    def _read_requests(self, now: float) -> None:
+        for entry in self._store.read_requests(self._read_to.requests):
+            request = entry.payload
+            if request is not None and request.kind in ("evaluate", "retry"):
+                try:
+                    self._take_request(request)
+                except (PlanariaError, KeyError, TypeError, ValueError) as error:
+                    self._store.refuse("requests", str(dict(request.payload)), one_line(error)[:300])
+            self._moved("requests", entry.id)
+
+    def _take_request(self, request: Request) -> None:
+        if request.kind == "evaluate":
+            self._conductor.add(RunSpec.from_json({**request.payload["spec"], "created": request.time}))
+        else:
+            self._conductor.retry(str(request.payload["trial"]))
+
+    # ------------------------------------------------------------------ what agents say
+
+    def _read_reports(self, now: float) -> None:
+        for entry in self._store.read_reports(self._read_to.reports):
+            self._moved("reports", entry.id)
+            if entry.payload is None:
+                continue
+            report = entry.payload.report
+            if isinstance(report, WorkerExited):
+                self._worker_exited(report, now)
+            elif isinstance(report, CommandFailed) and report.command == "start_worker" and report.worker:
+                self._start_failed(report.worker, report.reason, now)
+
+    def _worker_exited(self, report: WorkerExited, now: float) -> None:
+        how = f"signal {report.signal}" if report.signal else f"exit code {report.exit_code}"
+        last = report.tail.strip().splitlines()[-1:] or [""]
+        self._conductor.worker_gone(
+            report.worker, f"{how}; last line: {last[0][:200]}", now, orderly=report.asked or report.exit_code == 4
+        )
+        self._post_ended(report.worker, now)
+
+    def _start_failed(self, worker: str, reason: str, now: float) -> None:
+        log.warning("action=worker.start worker=%s reason=%s", worker, reason)
+        self._post_ended(worker, now)
+
+    def _post_ended(self, worker: str, now: float) -> None:
+        for post in self._posts.values():
+            if post.worker == worker:
+                post.fruitless = 0 if worker in self._conductor.served else post.fruitless + 1
+                post.worker, post.asked = None, now
+                if post.lease.revoked is not None or post.stopping:
+                    self._store.release(post.lease, reason="its worker is gone")
+
+    # ------------------------------------------------------------------ demand
+
+    def _say_demand(self, now: float) -> None:
+        """Tell the allocator how many slots evaluation can use, or that it wants none."""
+        active = [run for run in self._conductor.runs.values() if not run.over]
+        backlog, shards = self._conductor.backlog()
+        backlog += sum(one.shard.seconds for one in self._conductor.out.values())
+        shards += len({one.worker for one in self._conductor.out.values()})
+        early = [run for run in active if run.state in (TrialState.QUEUED, TrialState.RECORDING)]
+        if active:
+            self._busy_until = now + LINGER_SECONDS
+        training = any(record.get("state") not in TERMINAL for record in self._store.jobs().values())
+        expecting = training and self._has_evaluating_jobs()
+        if not active and not expecting and now > self._busy_until:
+            self._store.drop_demand(HOLDER)
+            return
+        most = sum(node.slots for node in self._store.nodes() if node.kind == "agent")
+        wanted = max(slots_wanted(backlog, shards, most), 1 if early or expecting or not active else 0)
+        wanted = min(most, max(wanted, 1))
+        if wanted == 0:
+            return
+        rate = GPU_FLOPS if self._device() == "cuda" else CPU_FLOPS
+        counts = tuple(range(1, wanted + 1))
+        self._store.set_demand(
+            HOLDER,
+            Demand(
+                holder=HOLDER,
+                kind="evaluation",
+                weight=max((run.spec.weight for run in active), default=1.0),
+                min_slots=0,
+                max_slots=wanted,
+                feasible=counts,
+                throughput={count: count * rate for count in counts},
+                transition_seconds=START_SECONDS,
+                backlog_seconds=max(backlog, 1.0),
+                since=min((run.spec.created for run in active), default=now),
+                details={"shards": shards, "runs": len(active), "keep_warm": not active},
+            ),
+        )
+
+    def _has_evaluating_jobs(self) -> bool:
+        return any(
+            record.get("state") not in TERMINAL and (record.get("config", {}).get("evaluate") or {}).get("tasks")
+            for record in self._store.jobs().values()
+        )
+
+    # ------------------------------------------------------------------ workers on leases
+
+    def _tend_posts(self, now: float) -> None:
+        """One worker per lease: started where there is none, drained where the lease is taken back."""
+        nodes = {node.name: node for node in self._store.nodes()}
+        leases = {lease.token: lease for lease in self._store.leases(f"{HOLDER}:")}
+        for token in self._posts.keys() - leases.keys():
+            del self._posts[token]
+        for token, lease in leases.items():
+            node = nodes.get(lease.node)
+            if node is None or node.kind != "agent":
+                continue  # a worker started by hand tends its own lease
+            post = self._posts.get(token)
+            if post is None:
+                post = self._posts[token] = _Post(lease, worker=self._worker_on(lease))
+            post.lease = lease
+            if lease.revoked is not None:
+                self._drain(post)
+            elif post.fruitless >= FRUITLESS_STARTS:
+                self._store.release(lease, confirmed=False, reason="workers do not come up on it")
+            elif post.worker is None or (
+                post.worker not in self._conductor.workers and now - post.asked > START_TIMEOUT
+            ):
+                self._start(post, now)
+
+    def _worker_on(self, lease: Lease) -> str | None:
+        """The worker that runs on a lease already, after a restart of the scheduler."""
+        for name, record in self._conductor.workers.items():
+            if record.facts.get("token") == lease.token:
+                return name
+        return None
+
+    def _start(self, post: _Post, now: float) -> None:
+        if post.starts and now - post.asked < post.fruitless * 1.0:
+            return
+        lease = post.lease
+        post.starts += 1
+        base = f"{lease.holder.removeprefix(f'{HOLDER}:')}-{lease.token & 0xFFFFFFFF}"
+        post.worker = base if post.starts == 1 else f"{base}-{post.starts}"
+        post.asked = now
+        slots = list(lease.slots)
+        command = StartWorker(
+            worker=post.worker, worker_kind="infer", lease=lease.id, lease_token=lease.token, slots=slots
+        )
+        self._store.send_command(lease.node, command)
+        self._store.tell(
+            Action.WORKER_STARTED, worker=post.worker, node=lease.node, lease=lease.id, slots=slots, starts=post.starts
+        )
+
+    def _drain(self, post: _Post) -> None:
+        if post.stopping:
+            return
+        post.stopping = True
+        if post.worker is None:
+            self._store.release(post.lease, reason="no worker was on it")
+            return
+        self._store.send_command(post.lease.node, StopWorker(worker=post.worker, grace_seconds=GRACE_SECONDS))
+
+    def _kill_worker(self, worker: str, reason: str) -> None:
+        for post in self._posts.values():
+            if post.worker == worker:
+                self._store.send_command(post.lease.node, StopWorker(worker=worker, grace_seconds=0.0))
+
+    # ------------------------------------------------------------------ status
+
+    def _publish_status(self, now: float) -> None:
+        last, old = self._status
+        if now - last < STATUS_SECONDS:
+            return
+        status = self._conductor.status() | {
+            "runs": [_run_row(run, now) for run in self._conductor.runs.values()][-50:]
+        }
+        if status != old:
+            self._store.put_document("evaluation", status)
+        self._status = (now, status)
+
+
+def _run_row(run: Run, now: float) -> dict[str, Any]:
+    share, left = run.progress(now)
+    return {
+        "run": run.id,
+        "job": run.spec.job,
+        "step": run.spec.step,
+        "state": run.state.value,
+        "reason": run.reason,
+        "tasks": list(run.spec.settings.tasks),
+        "share": round(share, 3),
+        "seconds_left": None if left is None else round(left, 1),
+    }
