@@ -59,6 +59,8 @@ class RankSpec(Message):
     config: PretrainConfig
     resume: str | None = None
     """Published checkpoint to start from; None: from the seed."""
+    exact_resume: bool = False
+    """Start from ``resume`` itself although host memory may hold a newer snapshot (a roll-back)."""
     fired_faults: list[int] = []
     """Indices into ``config.faults`` that fired in earlier incarnations."""
     threads: int = 1

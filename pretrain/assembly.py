@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import distributed as dist
 
+from planner import manifest
 from planner.errors import BadInputError
 from planner.events import Action
-from planner.messages import RankNote, RankPhase, RankSpec
+from planner.messages import RankCheckpoint, RankNote, RankPhase, RankSpec
 from planner.pretrain_config import PretrainConfig
-from pretrain import data, device, model, optimizer, parallel, tokenizer
+from pretrain import data, device, model, optimizer, parallel, recovery, snapshot, tokenizer
 from pretrain.channel import Channel
 from pretrain.checkpoint import Parts
 from pretrain.data import Corpus, Samples
@@ -21,6 +24,7 @@ from pretrain.faults import Injector
 from pretrain.order import SampleOrder
 from pretrain.published import Fence
 from pretrain.saving import PublishedCheckpoints, checkpoint_folder
+from pretrain.snapshots import first_on_node, memory_dir, open_snapshots
 from pretrain.state import TrainState
 from pretrain.step import Machine
 from pretrain.tokenizer import Tokenizer
@@ -76,18 +80,27 @@ def assemble(spec: RankSpec, channel: Channel) -> Trainer:
         channel=channel,
         injector=injector,
     )
+    state = _load(spec, checkpoints, channel, text.corpus.train.digest)
     return Trainer(
         config=config,
         incarnation=spec.incarnation,
         machine=Machine(layout, chunk, optim, text.samples, order.index, injector, where),
         schedule=optimizer.build_schedule(config, optim),
         order=order,
-        state=_load(spec, checkpoints, channel, text.corpus.train.digest),
+        state=state,
         channel=channel,
         checkpoints=checkpoints,
         validation=_validation(config, text.corpus, where),
         stop=StopRequest(),
         job_folder=Path(spec.job_folder),
+        snapshots=open_snapshots(
+            checkpoints.parts,
+            layout,
+            fence=checkpoints.fence,
+            tell=channel.send,
+            memory=memory_dir(),
+            first_replica_here=first_on_node(layout, platform.node() + spec.bind_address),
+        ),
     )
 
 
@@ -125,9 +138,11 @@ def _load(spec: RankSpec, checkpoints: PublishedCheckpoints, channel: Channel, d
     """Claim the checkpoint folder and load what the spec names; the fresh state where it names nothing."""
     channel.send(RankPhase(phase="load", step=0, time=time.time()))
     checkpoints.claim()
-    if spec.resume is None:
+    state = None if spec.exact_resume else _from_memory(spec, checkpoints, channel)
+    if state is None and spec.resume is None:
         return checkpoints.parts.state
-    state = checkpoints.resume(Path(spec.resume))
+    if state is None:
+        state = checkpoints.resume(Path(spec.resume or ""))
     if state.data_digest != digest:
         if spec.rank == 0:
             reason = (
@@ -137,3 +152,24 @@ def _load(spec: RankSpec, checkpoints: PublishedCheckpoints, channel: Channel, d
             channel.send(RankNote(action=Action.CHECKPOINT_LOADED.value, reason=reason, time=time.time()))
         state.data_digest = digest
     return state
+
+
+def _from_memory(spec: RankSpec, checkpoints: PublishedCheckpoints, channel: Channel) -> TrainState | None:
+    """The state of a snapshot that outlived its rank, where one is newer than the checkpoint to resume (collective)."""
+    memory = memory_dir()
+    folder = snapshot.job_dir(memory, spec.job) if memory is not None else None
+    named = manifest.parse_step_dir(Path(spec.resume).name) if spec.resume else None
+    began = time.monotonic()
+    recovered = recovery.from_snapshots(checkpoints.parts, folder, newer_than=named[0] if named else 0)
+    if dist.get_rank() == 0:
+        for one in recovered.refused:
+            channel.send(
+                _told("refused", one.candidate.step, time.monotonic() - began, f"{one.candidate}: {one.reason}")
+            )
+        if recovered.chosen is not None:
+            channel.send(_told("loaded", recovered.chosen.step, time.monotonic() - began, recovered.reason))
+    return checkpoints.parts.state if recovered.chosen is not None else None
+
+
+def _told(what: Literal["refused", "loaded"], step: int, seconds: float, reason: str) -> RankCheckpoint:
+    return RankCheckpoint(what=what, step=step, seconds=seconds, reason=reason, time=time.time())

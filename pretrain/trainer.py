@@ -17,6 +17,7 @@ from pretrain.guard import Decision, NonFiniteError, Verdict, decide
 from pretrain.metrics import ScalarWriter
 from pretrain.optimizer import advance
 from pretrain.order import SampleOrder
+from pretrain.snapshots import Snapshots, memory_dir
 from pretrain.state import TrainState, step_seed
 from pretrain.step import Agreement, Machine, StepPlan, StepWork, plan
 from pretrain.validation import Validation
@@ -88,6 +89,8 @@ class Trainer:
     """Step of the newest checkpoint."""
     retry: SaveRetry = SaveRetry()
     writer: ScalarWriter | None = None
+    snapshots: Snapshots | None = None
+    """Copies of the state in host memory; None: that tier is off."""
 
     def run(self) -> str:
         """Train until all steps are done or a stop is agreed; returns why, after saying ``done``.
@@ -105,6 +108,8 @@ class Trainer:
                 break
         if self.state.step > self.saved_step:
             self._save(insist=True)
+        if self.snapshots is not None:
+            self.snapshots.close(completed=why == "completed", memory=memory_dir())
         self._say_done(why)
         return why
 
@@ -121,6 +126,9 @@ class Trainer:
         work, agreement, norm, rate = self._attempt_until_applied()
         self.state.step = work.plan.step
         self.state.consumed_samples += len(work.plan.ids)
+        if self.snapshots is not None:
+            self.state.incarnation = self.incarnation
+            self.snapshots.after_step(self.state)
         seconds = self.clock.monotonic() - started
         valid = self._validate() if self._validates() else None
         self._tell(work, agreement, norm, rate, seconds, valid)
@@ -137,6 +145,8 @@ class Trainer:
             agreement, norm, rate = self.finish_gradient(work)
             decision = decide(self.config.health.on_bad_gradient, agreement.loss, norm, retries=retries, skips=skips)
             if decision.verdict == Verdict.APPLY:
+                if self.snapshots is not None:
+                    self.snapshots.before_update()
                 work.update(norm)
                 return work, agreement, norm, rate
             self._report_guard(work.plan, decision)
