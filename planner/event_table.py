@@ -33,6 +33,7 @@ class EventTable:
     jobs: tuple[Job, ...]
     candidate: Job | None
     decisions: dict[Key, Decision]
+    by_state: dict[tuple[Cluster, tuple[Job, ...]], Decision]
 
     def answer(self, cluster: Cluster, jobs: Sequence[Job], event: ClusterEvent) -> Decision | None:
         """The decision for ``event``, or None if it was not foreseen or the state is not the table's any more."""
@@ -41,6 +42,10 @@ class EventTable:
         if event.submitted is not None and event.submitted != self.candidate:
             return None
         return self.decisions.get(_key(event))
+
+    def answer_for_state(self, cluster: Cluster, jobs: Sequence[Job]) -> Decision | None:
+        """The decision for what the cluster has become, if a foreseen event leads there."""
+        return self.by_state.get((cluster, tuple(jobs)))
 
     def __len__(self) -> int:
         return len(self.decisions)
@@ -88,14 +93,17 @@ def build(
     for event in foreseen(cluster, state, holders, candidate):
         by_size.setdefault(event.slots, []).append(event)
     decisions: dict[Key, Decision] = {}
+    by_state: dict[tuple[Cluster, tuple[Job, ...]], Decision] = {}
     for change, events in by_size.items():
         after = cluster.resized(cluster.gpus + change)
         tables = _tables(after, state, candidate if change == 0 else None)
         for event in events:
             _, then = event.apply(cluster, state)
             plan = to_plan(after, then, _solution(tables, after, then, event))
-            decisions[_key(event)] = describe(after, then, plan, event.trigger)
-    return EventTable(cluster, state, candidate, decisions)
+            decision = describe(after, then, plan, event.trigger)
+            decisions[_key(event)] = decision
+            by_state.setdefault((after, then), decision)
+    return EventTable(cluster, state, candidate, decisions, by_state)
 
 
 def _tables(cluster: Cluster, jobs: Sequence[Job], candidate: Job | None) -> Spliced:

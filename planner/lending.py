@@ -7,21 +7,23 @@ second of that run is then wasted. So over a lending horizon H, k slots for eval
 
 with T_i(k) the time at which report i is ready with k slots, loads included, and F_i the rate of the run that it
 judges, frozen at the present plan so that the sum separates. Ageing raises p_i by ``waited/ageing_seconds``, without
-bound, so that no report starves. A training job that goes from x to x' for H pays
+bound, so that no report starves. A training job to which the training plan gives x, and which lends down to x' for
+H, pays the loss of rate and two transitions, into the loan from the count c that it has now and back at the end,
+less the transition that it would have made without the loan:
 
-    (F(x) − F(x'))·H + (F(x) + F(x'))·transition_seconds
+    (F(x) − F(x'))·H + [x' ≠ c]·F(c)·transition + [x' ≠ x]·F(x')·transition − [x ≠ c]·F(c)·transition
 
-for the loss of rate and two transitions (into the loan at the old rate, back at the smaller one: what H credits to
-x' while it stands still). Idle slots cost nothing. V is not concave in k in general; the program does not need it.
+So a loan that goes on (x' = c) pays for no new transition. Idle slots cost nothing. V is not concave in k in general; the program does not need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from planner.objective import transition_cost
 from planner.program import Options, Program
 from planner.types import Alternative, Job, Plan
 
@@ -152,35 +154,40 @@ def evaluation_values(backlog: Backlog, most: int, seconds: float, policy: Lendi
     return values
 
 
-def loan_cost(job: Job, count: int, seconds: float) -> float:
-    """What a training job pays for going from its present count to ``count`` for ``seconds`` and back."""
-    if count == job.workers:
+def loan_cost(job: Job, planned: int, count: int, seconds: float) -> float:
+    """What a job pays (FLOP) for having ``count`` slots for ``seconds`` instead of the ``planned`` ones.
+
+    ``job.workers`` is what it has now. See the equation above; it is 0 where nothing is lent.
+    """
+    if count == planned:
         return 0.0
-    before, after = job.rate(job.workers), job.rate(count)
-    return (before - after) * seconds + (before + after) * job.transition_seconds
+    lost = (job.rate(planned) - job.rate(count)) * seconds
+    back = job.rate(count) * job.transition_seconds
+    return lost + transition_cost(job, count) + back - transition_cost(job, planned)
 
 
 def lend(
     jobs: Sequence[Job],
+    planned: Mapping[str, int],
     backlog: Backlog,
     slots: int,
     current: int,
     next_event_seconds: float = float("inf"),
     policy: LendingPolicy = LendingPolicy(),
 ) -> LendingPlan:
-    """The lending plan on top of a training plan: ``job.workers`` is each job's count in that plan.
+    """The lending plan on top of a training plan, which gives each job its ``planned`` count.
 
-    ``slots`` is the cluster's number of slots, ``current`` what evaluation holds now. Training never gets more here
-    than its plan gives it. Solved exactly, with the tie-breaking of every plan; then, unless slots cost money, what
+    ``job.workers`` is what a job has now, ``slots`` the cluster's number of slots, ``current`` what evaluation holds
+    now. Training never gets more here than its plan gives it. Solved exactly, with the tie-breaking of every plan; then, unless slots cost money, what
     nobody holds goes to evaluation as well, since it is free and the backlog goes on after H.
     """
     most = max(0, min(slots, backlog.most_slots)) if backlog.reports else 0
-    idle = min(most, max(0, slots - sum(job.workers for job in jobs)))
+    idle = min(most, max(0, slots - sum(planned[job.name] for job in jobs)))
     seconds = horizon(backlog, idle, next_event_seconds, policy)
     values = evaluation_values(backlog, most, seconds, policy)
     values -= np.arange(most + 1) * policy.slot_second_cost * seconds
     entries = [Options(EVALUATION, np.arange(most + 1, dtype=np.int64), values, current)]
-    entries += [_lender(job, seconds) for job in jobs]
+    entries += [_lender(job, planned[job.name], seconds) for job in jobs]
     solution = Program(entries, slots).solve()
     given = {job.name: solution.counts[job.name] for job in jobs}
     count = solution.counts[EVALUATION]
@@ -188,7 +195,7 @@ def lend(
         count = min(most, slots - sum(given.values()))
     cost = 0.0
     for job in jobs:
-        cost += loan_cost(job, given[job.name], seconds)
+        cost += loan_cost(job, planned[job.name], given[job.name], seconds)
     worth = float(values[count])
     return LendingPlan(
         assignments=given,
@@ -196,22 +203,22 @@ def lend(
         horizon=seconds,
         worth=worth,
         cost=cost,
-        reason=_reason(jobs, backlog, given, count, seconds, worth, cost),
-        alternatives=_alternatives(jobs, values, slots, given, count, worth - cost, seconds),
+        reason=_reason(planned, backlog, given, count, seconds, worth, cost),
+        alternatives=_alternatives(planned, values, slots, given, count, worth - cost, seconds),
     )
 
 
-def _lender(job: Job, seconds: float) -> Options:
-    """A training job's choices in the lending program: what it has, or fewer, at the price of the loan."""
-    counts = [0, *(count for count in job.profile.counts if job.min_workers <= count < job.workers)]
-    if job.workers:
-        counts.append(job.workers)
-    costs = [-loan_cost(job, count, seconds) for count in counts]
+def _lender(job: Job, planned: int, seconds: float) -> Options:
+    """A training job's choices in the lending program: what its plan gives it, or fewer, at the price of the loan."""
+    counts = [0, *(count for count in job.profile.counts if job.min_workers <= count < planned)]
+    if planned:
+        counts.append(planned)
+    costs = [-loan_cost(job, planned, count, seconds) for count in counts]
     return Options(job.name, np.array(counts, dtype=np.int64), np.array(costs), job.workers, job.group)
 
 
 def _reason(
-    jobs: Sequence[Job],
+    planned: Mapping[str, int],
     backlog: Backlog,
     given: dict[str, int],
     count: int,
@@ -228,7 +235,7 @@ def _reason(
     if seconds <= 0:
         return f"gave {count} idle slots to evaluation, which has {waits}"
     gain, loss = worth / seconds, cost / seconds
-    lenders = [f"{job.name} {job.workers} → {given[job.name]}" for job in jobs if given[job.name] != job.workers]
+    lenders = [f"{name} {count} → {given[name]}" for name, count in planned.items() if given[name] != count]
     from_whom = f", lent by {', '.join(lenders)}" if lenders else ", all idle"
     return (
         f"gave {count} slots to evaluation{from_whom}: {waits} is worth {gain:.3g} FLOP/s over the next "
@@ -237,7 +244,7 @@ def _reason(
 
 
 def _alternatives(
-    jobs: Sequence[Job],
+    planned: Mapping[str, int],
     values: np.ndarray,
     slots: int,
     given: dict[str, int],
@@ -246,7 +253,7 @@ def _alternatives(
     seconds: float,
 ) -> tuple[Alternative, ...]:
     """What no loan would have cost, and what lending nothing beyond the idle slots would."""
-    kept = {job.name: job.workers for job in jobs}
+    kept = {name: planned[name] for name in given}
     idle = min(len(values) - 1, max(0, slots - sum(kept.values())))
     best_idle = int(values[: idle + 1].argmax())
     found: list[Alternative] = []

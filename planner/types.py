@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 
@@ -92,7 +93,7 @@ class ThroughputProfile:
             raise ValueError("a profile needs one rate (and at most one layout) for each count")
         if any(count <= 0 for count in self.counts):
             raise ValueError(f"counts must be positive, found {min(self.counts)}")
-        if any(a >= b for a, b in zip(self.counts, self.counts[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(self.counts)):
             raise ValueError("counts must ascend strictly")
 
     @classmethod
