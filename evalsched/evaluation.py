@@ -146,6 +146,7 @@ def score_job(
     output: Path,
     *,
     failed: Mapping[str, str] | None = None,
+    max_length: int | None = None,
     block: Mapping[str, Any] | None = None,
 ) -> ScoreJob:
     """Write a run's answers beside its results-to-be and describe the scoring of it.
@@ -164,6 +165,7 @@ def score_job(
         answers=str(answers),
         output=str(output),
         failed=dict(failed or {}),
+        max_length=max_length,
         block={"model_digest": model.digest, "tokenizer_digest": model.tokenizer, "job": model.job, "step": model.step}
         | dict(block or {}),
     )

@@ -19,7 +19,7 @@ from lm_eval.evaluator import simple_evaluate
 from evalsched.lm_tasks import LoadingManager, simple_evaluate_arguments, task_manager
 from evalsched.tokens import TokenCounter, chat_template_of
 from evalsched.types import Request, digest_of, request_digest
-from planner.errors import BadInputError, one_line
+from planner.errors import BadInputError, PlanariaError, one_line
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -226,8 +226,11 @@ def record_requests(job: RecordJob) -> Recorded:
         pass
     except AssertionError as error:
         raise BadInputError(f"--samples: {one_line(error)}") from error
-    except ValueError as error:
-        raise BadInputError(f"--tasks: {one_line(error)}") from error
+    except PlanariaError:
+        raise
+    except Exception as error:  # whatever a task's own code raises
+        what = f"{type(error).__name__}: {one_line(error)[:300]}"
+        raise BadInputError(f"--tasks {','.join(names)}: lm-eval cannot build the requests ({what})") from error
     return _recorded(manager, names, job)
 
 

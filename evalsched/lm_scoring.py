@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import math
+import random
 import shutil
 import tempfile
 import time
@@ -87,12 +88,18 @@ class _ScoringManager(LoadingManager):
     failed: frozenset[str] = frozenset()
 
     def load(self, task_list: Any) -> Any:
+        """Load as lm-eval does; what is done besides leaves the random generators as they were.
+
+        Tasks may draw from them while requests are built, and even lm-eval's ``Task.task_name`` draws.
+        """
         loaded = super().load(task_list)
+        state = random.getstate()
         for name, task in loaded["tasks"].items():
             if name in self.failed:
                 task.process_results = lambda _doc, _results: {}
                 task._filters = [build_filter_ensemble("none", [["take_first", None]])]
         loaded["groups"] = _groups_without(loaded.get("groups", {}), self.failed)
+        random.setstate(state)
         return loaded
 
 
@@ -179,7 +186,7 @@ def _replay(
         if task_config_digest(manager.loaded["tasks"][task.task]) != task.config:
             raise WorkFailedError(f"task {task.task}: its configuration or documents changed since the recording")
     results["config"]["model"] = str(job.block.get("engine", {}).get("name", "planaria"))  # type: ignore[index]
-    results.update(recording.tokenizer_info)  # type: ignore[arg-type]
+    results.update({**recording.tokenizer_info, "max_length": job.max_length})
     return dict(results or {}), manager
 
 

@@ -36,6 +36,8 @@ class ScoreJob:
     """Folder of ``results.json`` and ``samples_<task>.jsonl``; made where it is missing."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Tasks that could not be completed, with the reason: they get no number, their groups neither."""
+    max_length: int | None = None
+    """The engine's window in tokens, for the results file."""
     block: Mapping[str, Any] = field(default_factory=dict)
     """Further entries of the results' ``planaria`` block (engine, versions, timings, exactness …)."""
 
