@@ -61,6 +61,8 @@ class RankSpec(Message):
     """Published checkpoint to start from; None: from the seed."""
     exact_resume: bool = False
     """Start from ``resume`` itself although host memory may hold a newer snapshot (a roll-back)."""
+    joining: bool = False
+    """Prepare, say phase ``ready`` and wait for the ``reform`` that takes this rank in; ``rank`` is a name until then."""
     fired_faults: list[int] = []
     """Indices into ``config.faults`` that fired in earlier incarnations."""
     threads: int = 1
@@ -175,8 +177,52 @@ class RankNote(Message):
     time: float
 
 
+class RankLeft(Message):
+    """The rank is out of its collective, holds its state and waits for ``reform``."""
+
+    kind: Literal["left"] = "left"
+    incarnation: int
+    """The incarnation that it left."""
+    step: int
+    """Steps completed by this rank."""
+    phase: str
+    own: bool
+    """True where it left because of its own exception, not because a peer or the agent made it."""
+    type: str
+    message: str
+    collective: str | None = None
+    time: float
+
+
+class RankReformed(Message):
+    """The rank is part of the new incarnation; the step in hand goes on."""
+
+    kind: Literal["reformed"] = "reformed"
+    incarnation: int
+    step: int
+    """Steps completed."""
+    joined: bool
+    """True for a rank that was started for this incarnation and received its state from a peer."""
+    redone: list[int] = []
+    """Micro-batches of the step in hand that this rank runs although another one had them."""
+    seconds: float
+    """From the order to the new groups, state included."""
+    state_bytes: int = 0
+    """Bytes of state that this rank received."""
+    time: float
+
+
 RankMessage = Annotated[
-    RankHello | RankPhase | RankStep | RankException | RankFault | RankCheckpoint | RankDone | RankNote,
+    RankHello
+    | RankPhase
+    | RankStep
+    | RankException
+    | RankFault
+    | RankCheckpoint
+    | RankDone
+    | RankNote
+    | RankLeft
+    | RankReformed,
     Field(discriminator="kind"),
 ]
 RANK_MESSAGES: TypeAdapter[Any] = TypeAdapter(RankMessage)
@@ -193,14 +239,19 @@ class StopAtBoundary(Message):
 
 
 class Reform(Message):
-    """Leave the collective at once and build the next incarnation in place."""
+    """Leave the collective and build the next incarnation in place."""
 
     kind: Literal["reform"] = "reform"
     incarnation: int
     """The new incarnation."""
     ranks: dict[int, int]
-    """Old rank → new rank of the survivors."""
+    """Old rank → new rank of those that take part. A rank that is not named is not needed any more and exits 0; one
+    that waits to join and is given a number from ``world_size`` on goes on waiting under that name."""
     world_size: int
+    at_boundary: bool = False
+    """True: nobody is broken, so finish the step in hand first (all ranks agree on the step); False: leave at once."""
+    fired_faults: list[int] = []
+    """Injected faults that have fired anywhere by now."""
     store_host: str
     store_port: int
     reason: str
@@ -213,6 +264,8 @@ class LeaveCollective(Message):
     kind: Literal["leave"] = "leave"
     incarnation: int
     reason: str
+    ranks: list[int] = []
+    """The broken ranks, where known: replicas without one may first finish the micro-batches they have begun."""
 
 
 AgentToRank = Annotated[StopAtBoundary | Reform | LeaveCollective, Field(discriminator="kind")]
@@ -254,6 +307,8 @@ class StopRanks(Message):
     job: str
     incarnation: int
     grace_seconds: float
+    ranks: list[int] | None = None
+    """Only these; None: all."""
 
 
 class TellRanks(Message):

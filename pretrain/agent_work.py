@@ -216,7 +216,8 @@ class AgentWork:
     def stop_ranks(self, command: StopRanks) -> None:
         """End all ranks of an incarnation; those that are gone already are no error."""
         for process in self._ranks(command.job, command.incarnation):
-            self._table.end(process, command.grace_seconds)
+            if command.ranks is None or int(process.about["rank"]) in command.ranks:
+                self._table.end(process, command.grace_seconds)
 
     def tell_ranks(self, command: TellRanks) -> None:
         """Hand a message to all ranks of an incarnation; a re-form gives them their new names afterwards."""
@@ -240,10 +241,11 @@ class AgentWork:
         if process.about["kind"] != "rank" or process.asked:
             return
         job, incarnation = str(process.about["job"]), int(process.about["incarnation"])
-        reason = f"rank {process.about['rank']} is gone"
+        rank = int(process.about["rank"])
+        leave = LeaveCollective(incarnation=incarnation, reason=f"rank {rank} is gone", ranks=[rank])
         for peer in self._ranks(job, incarnation):
             if peer is not process:
-                self._channel.send(_who(peer), LeaveCollective(incarnation=incarnation, reason=reason))
+                self._channel.send(_who(peer), leave)
 
     # ------------------------------------------------------------------ workers
 
