@@ -13,7 +13,8 @@ less the transition that it would have made without the loan:
 
     (F(x) − F(x'))·H + [x' ≠ c]·F(c)·transition + [x' ≠ x]·F(x')·transition − [x ≠ c]·F(c)·transition
 
-So a loan that goes on (x' = c) pays for no new transition. Idle slots cost nothing. V is not concave in k in general; the program does not need it.
+So a loan that goes on (x' = c) pays for no new transition. Idle slots cost nothing. V is not concave in k in
+general; the program does not need it.
 """
 
 from __future__ import annotations
@@ -178,8 +179,9 @@ def lend(
     """The lending plan on top of a training plan, which gives each job its ``planned`` count.
 
     ``job.workers`` is what a job has now, ``slots`` the cluster's number of slots, ``current`` what evaluation holds
-    now. Training never gets more here than its plan gives it. Solved exactly, with the tie-breaking of every plan; then, unless slots cost money, what
-    nobody holds goes to evaluation as well, since it is free and the backlog goes on after H.
+    now. Training never gets more here than its plan gives it. Solved exactly, with the tie-breaking of every plan;
+    then, unless slots cost money, what nobody holds goes to evaluation as well, since it is free and the backlog goes
+    on after H.
     """
     most = max(0, min(slots, backlog.most_slots)) if backlog.reports else 0
     idle = min(most, max(0, slots - sum(planned[job.name] for job in jobs)))
