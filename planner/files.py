@@ -5,9 +5,22 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+
+def map_threads(function: Callable[[ItemT], ResultT], items: Iterable[ItemT], threads: int) -> list[ResultT]:
+    """``function`` of every item, in order, by several threads; with one thread or one item in the calling one."""
+    listed = list(items)
+    if threads <= 1 or len(listed) <= 1:
+        return [function(item) for item in listed]
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        return list(pool.map(function, listed))
 
 
 def fsync_dir(folder: Path) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import xxhash
 
 from planner.errors import BadInputError
-from planner.files import fsync_dir, write_json
+from planner.files import fsync_dir, map_threads, write_json
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -117,8 +116,7 @@ def describe_files(folder: Path, names: Iterable[str], threads: int = 2) -> dict
         path = folder / name
         return name, {"bytes": path.stat().st_size, "xxh3": hash_file(path)}
 
-    with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
-        return dict(pool.map(entry, names))
+    return dict(map_threads(entry, names, threads))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +232,7 @@ def check_files(folder: Path, manifest: Manifest, *, hashes: bool = True, thread
         problem = _file_problem(folder, name, entry, hashes)
         return Problem(name, problem) if problem else None
 
-    with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
-        problems = [problem for problem in pool.map(check, sorted(manifest.files.items())) if problem]
+    problems = [problem for problem in map_threads(check, sorted(manifest.files.items()), threads) if problem]
     if DESCRIPTION in manifest.files and not any(problem.file == DESCRIPTION for problem in problems):
         problems += _manifest_problems(folder, manifest)
     return problems

@@ -18,7 +18,6 @@ import os
 import queue
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,11 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.errors import WorkFailedError, one_line
+from planner.files import map_threads
 
 COMMON = "common.pt"
+_WRITE_BUFFER = 1 << 20
+"""Records begin with small pieces; larger ones go to the kernel directly."""
 _SERIALIZATION: dict[str, Any] = {}
 if "serialization_format" in inspect.signature(_write_item).parameters:
     from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -110,8 +112,7 @@ class _ThreadWriter(FileSystemWriterAsync):  # type: ignore[misc]
     def write_now(self) -> dict[str, str]:
         """Write and sync all planned buckets; the hash of each file. Results go where the finalisation looks."""
         buckets = self.write_buckets or []
-        with ThreadPoolExecutor(max_workers=max(1, len(buckets))) as pool:
-            written = list(pool.map(self._write_bucket, buckets))
+        written = map_threads(self._write_bucket, buckets, len(buckets))
         self.results_queue = queue.Queue()
         self.results_queue.put({index: results for index, (results, _) in enumerate(written)})
         return {bucket[1]: digest for bucket, (_, digest) in zip(buckets, written, strict=True)}
@@ -138,7 +139,7 @@ class HashingStream(io.RawIOBase):
     """A file that hashes what is written through it, so that the read-back has something to be compared with."""
 
     def __init__(self, path: str) -> None:
-        self._inner = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in close()
+        self._inner = open(path, "wb", buffering=_WRITE_BUFFER)  # noqa: SIM115 - closed in close()
         self._digest = xxhash.xxh3_128()
         self._at = 0
 
@@ -148,11 +149,8 @@ class HashingStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Write all of ``data``."""
-        view = memoryview(data).cast("B")
-        self._digest.update(view)
-        written = 0
-        while written < len(view):
-            written += self._inner.write(view[written:])
+        self._digest.update(data)
+        written = self._inner.write(data)
         self._at += written
         return written
 
@@ -162,13 +160,16 @@ class HashingStream(io.RawIOBase):
 
     def sync(self) -> str:
         """Make the bytes durable; their xxh3-128."""
+        self._inner.flush()
         os.fsync(self._inner.fileno())
         return str(self._digest.hexdigest())
 
     def close(self) -> None:
         """Close the file."""
-        self._inner.close()
-        super().close()
+        try:
+            self._inner.close()
+        finally:
+            super().close()
 
 
 class ThreadedSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]

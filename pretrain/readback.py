@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from planner.errors import WorkFailedError
-from planner.files import fsync_dir
+from planner.files import fsync_dir, map_threads
 
 _CHUNK = 8 << 20
 
@@ -58,8 +57,8 @@ def describe_from_disk(
     Raises:
         NotWhatWasWrittenError: one does not; names it.
     """
-    with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
-        found = dict(zip(names, pool.map(lambda name: hash_from_disk(folder / name), names), strict=True))
+    hashed = map_threads(lambda name: hash_from_disk(folder / name), names, threads)
+    found = dict(zip(names, hashed, strict=True))
     for base, _, _ in os.walk(folder):
         fsync_dir(Path(base))
     for name, (size, digest) in found.items():

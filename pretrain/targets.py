@@ -12,7 +12,6 @@ import functools
 import json
 import shutil
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +19,7 @@ import xxhash
 
 from planner import manifest, retention
 from planner.errors import BadInputError, FencedError, MissingServiceError
+from planner.files import map_threads
 from pretrain import published, readback
 from pretrain.published import FENCE, LATEST, Fence, Refusal
 
@@ -150,8 +150,9 @@ class ObjectTarget:
         names, files = list(said.files), said.files
         self._remove_step(described.step)
         try:
-            with ThreadPoolExecutor(max_workers=self._threads) as pool:
-                list(pool.map(lambda file: self._send(work / file, self._path(name, file), files[file]["xxh3"]), names))
+            map_threads(
+                lambda file: self._send(work / file, self._path(name, file), files[file]["xxh3"]), names, self._threads
+            )
             self._check_fence(fence)
             self._fs.pipe_file(self._path(name, manifest.NAME), json.dumps(said.to_json(), indent=2).encode())
         except BaseException:
