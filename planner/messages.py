@@ -62,7 +62,7 @@ class RankSpec(Message):
     exact_resume: bool = False
     """Start from ``resume`` itself although host memory may hold a newer snapshot (a roll-back)."""
     joining: bool = False
-    """Prepare, say phase ``ready`` and wait for the ``reform`` that takes this rank in; ``rank`` is a name until then."""
+    """Prepare, say phase ``ready`` and wait for the ``reform`` that takes it in; ``rank`` is a name until then."""
     fired_faults: list[int] = []
     """Indices into ``config.faults`` that fired in earlier incarnations."""
     threads: int = 1
