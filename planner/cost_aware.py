@@ -102,7 +102,8 @@ def backlog_of(
 
     ``demand.details`` may hold ``reports`` (each ``slot_seconds`` and, where known, ``name``, ``job``,
     ``probability``, ``tail_seconds``, ``longest_seconds``, ``waited_seconds``), ``load_seconds`` and ``resident``
-    (slots with a loaded engine; all that it holds, when left out). Without ``reports`` the backlog is one report. A report that names no running job judges them all on average.
+    (slots with a loaded engine; all that it holds, when left out). Without ``reports`` the backlog is one report. A
+    report that names no running job judges them all on average.
     """
     total = waf(jobs, counts)
     by_name = {job.name: job.rate(counts[job.name]) for job in jobs}
@@ -167,6 +168,8 @@ class CostAware:
         waited = max(0.0, now - demand.since) if demand.since and now else 0.0
         mine = held.get(demand.holder, 0)
         backlog = backlog_of(demand, jobs, counts, mine, waited, self.settings.stop_probability)
+        if not backlog.reports:
+            return _keeping(training, demand.holder, mine)
         policy = self.settings.lending
         if cluster.price_per_gpu_hour > 0 and cluster.flop_value > 0:
             policy = replace(policy, slot_second_cost=cluster.price_per_gpu_hour / 3600 * cluster.flop_value)
@@ -180,6 +183,14 @@ class CostAware:
             alternatives=training.alternatives + _loan_alternatives(loan, demand.holder),
             details={"lending": _loan_details(loan, backlog)},
         )
+
+
+def _keeping(training: Decision, holder: str, held: int) -> Decision:
+    """With nothing queued evaluation keeps what nobody else wants: a loaded engine is dear to load again."""
+    kept = min(held, training.plan.unassigned)
+    plan = Plan({**training.plan.assignments, holder: kept}, training.plan.unassigned - kept, training.plan.objective)
+    said = f"; {kept} stay with evaluation, whose engines are loaded" if kept else ""
+    return replace(training, plan=plan, reason=training.reason + said)
 
 
 def _held(view: ClusterView) -> dict[str, int]:
