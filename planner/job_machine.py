@@ -30,6 +30,7 @@ from planner.job_events import (
     Stuck,
     Tick,
 )
+from planner.job_rates import feasible
 from planner.job_record import JobRecord, RankRecord
 from planner.job_turn import Turn
 from planner.leases import Lease
@@ -59,17 +60,10 @@ def decide_all(job: JobRecord, events: Iterable[JobEvent], now: float) -> Decisi
     """The same for several events at the same time, in order."""
     turn = Turn(job.model_copy(deep=True), now)
     for event in events:
-        if not turn.job.over or isinstance(event, (ExportEnded, Holding, Exited)):
+        again = isinstance(event, Asked) and event.what == "again"
+        if not turn.job.over or again or isinstance(event, (ExportEnded, Holding, Exited)):
             _take(turn, event)
     return Decision(turn.job, tuple(turn.actions))
-
-
-def feasible(job: JobRecord) -> tuple[int, ...]:
-    """Counts of ranks that have a layout, ascending: whole model-parallel groups, each with a micro-batch to do."""
-    config = job.settings
-    group = config.parallel.tensor * config.parallel.pipeline
-    most = min(config.workers.max, group * config.batch.micro_batches)
-    return tuple(count for count in range(group, most + 1, group) if count >= config.workers.min)
 
 
 def _take(turn: Turn, event: JobEvent) -> None:
@@ -253,6 +247,9 @@ def _on_node_up(turn: Turn, event: NodeUp) -> None:
 
 def _on_asked(turn: Turn, event: Asked) -> None:
     job = turn.job
+    if event.what == "again":
+        _go_on(turn)
+        return
     action = {
         "cancel": Action.JOB_CANCEL_REQUESTED,
         "pause": Action.JOB_PAUSE_REQUESTED,
@@ -273,6 +270,15 @@ def _on_asked(turn: Turn, event: Asked) -> None:
         stop_now(turn, "cancel", job.settings.health.grace_seconds)
     else:
         _stop_at_boundary(turn, event.what, f"a person asked for it ({event.what})")
+
+
+def _go_on(turn: Turn) -> None:
+    """A preempted job was submitted again: it goes on where it was."""
+    job = turn.job
+    if job.state == JobState.PREEMPTED:
+        job.wanted, job.ended = "run", None
+        turn.tell(Action.JOB_RESUME_REQUESTED, reason="submitted again")
+        turn.move(JobState.QUEUED, "submitted again after a preemption")
 
 
 # ---------------------------------------------------------------- stopping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner import escalation, job_faults
+from planner import escalation, job_faults, job_rates
 from planner.events import Action, JobState
 from planner.job_events import Said
 from planner.job_record import ExportRecord, RankRecord, StepRecord
@@ -92,7 +92,9 @@ def _complete(turn: Turn, step: int, part: StepRecord) -> None:
     job.valid_loss = part.valid_loss if part.valid_loss is not None else job.valid_loss
     state = escalation.State.from_json(job.escalation)
     job.escalation = escalation.decide(state, escalation.StepCompleted(step)).state.to_json()
-    if not job.progressed:
+    if job.progressed:
+        job_rates.measure(job, part.workers, part.seconds)
+    else:
         job.progressed = True
         turn.tell(Action.STEP_COMPLETED, time=part.time, step=step, seconds=part.seconds, workers=part.workers)
         job_faults.recovered(turn, step, part.time)

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ class Agent:
             for entry in entries:
                 after = entry.id
                 if entry.payload is not None:
-                    self._post(lambda command=entry.payload: self._command(command))
+                    self._post(partial(self._command, entry.payload))
 
     def _beat(self) -> None:
         """Each second: live, keep what is ours, answer for free slots."""
@@ -260,7 +261,7 @@ class Agent:
                     self.store.register_node(self._facts(), sorted(held))
                 self._renew()
                 if marks := self.store.quarantine(self.node):
-                    self._post(lambda marks=marks: self._free(marks))
+                    self._post(partial(self._free, marks))
             except PlanariaError as error:
                 _log("beat.failed", reason=one_line(error))
             self._abandon_overdue()
@@ -269,11 +270,11 @@ class Agent:
         held = {process.lease for process in self.table if process.lease}
         leases = {lease.id: lease for lease in self.store.leases(node=self.node)}
         for lease in held - leases.keys():
-            self._post(lambda lease=lease: self._lost(lease, "the lease does not exist any more"))
+            self._post(partial(self._lost, lease, "the lease does not exist any more"))
         answers = self.store.table.renew([(lease.id, lease.token) for lease in leases.values()])
         for lease, answer in zip(leases, answers, strict=True):
             if answer.status is RenewStatus.LOST:
-                self._post(lambda lease=lease: self._lost(lease, "the lease ended"))
+                self._post(partial(self._lost, lease, "the lease ended"))
         self._unrenewed = {lease: time.monotonic() for lease in leases}
 
     def _abandon_overdue(self) -> None:
@@ -281,7 +282,7 @@ class Agent:
         for lease in {process.lease for process in self.table if process.lease}:
             since = self._unrenewed.setdefault(lease, now)
             if now - since > ABANDON_SECONDS:
-                self._post(lambda lease=lease: self._lost(lease, f"not renewed for {ABANDON_SECONDS:.0f} s"))
+                self._post(partial(self._lost, lease, f"not renewed for {ABANDON_SECONDS:.0f} s"))
 
     # ------------------------------------------------------------------ what happens
 

@@ -73,6 +73,7 @@ class AgentWork:
         self._report = report
         self._ports: dict[str, int] = {}
         self._newest: dict[str, int] = {}
+        self._begun: set[str] = set()
         self._specs = settings.run_dir / "specs"
         self._specs.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -132,12 +133,14 @@ class AgentWork:
             ValueError: an incarnation older than one seen before, a slot that is not there or not free.
         """
         for spec, slot in zip(command.specs, command.slots, strict=True):
-            if self._table.get(_rank_key(spec.job, spec.incarnation, spec.rank)) is not None:
+            key = _rank_key(spec.job, spec.incarnation, spec.rank)
+            if key in self._begun:
                 continue
             if spec.incarnation < self._newest.get(spec.job, 0):
                 raise ValueError(f"incarnation {spec.incarnation} of job {spec.job} is over")
             self._check_slot(slot)
             self._newest[spec.job] = spec.incarnation
+            self._begun.add(key)
             self._start_rank(spec, slot, command.lease)
 
     def _check_slot(self, slot: int) -> None:

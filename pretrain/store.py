@@ -16,7 +16,7 @@ from pretrain.agent_processes import die_with_parent
 
 def serve(fd: int, host: str, port: int) -> None:
     """Serve on the listening socket ``fd`` until a signal comes."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})

@@ -1,0 +1,424 @@
+"""The job supervisor: one of the coordinator's loops, and the shell around :mod:`planner.job_machine`.
+
+Each round it reads what people ask, what agents report and which leases the jobs hold, lets the machine decide, and
+carries the decision out in an order that survives a kill at any point:
+
+1. lines and events are appended to the job's folder;
+2. the new record goes into Redis: the commit. It names the position in the reports up to which it speaks, the
+   length of each file, and the commands and events that are still to be sent;
+3. commands and events are sent.
+
+A coordinator that starts cuts the files back to what the record says and sends what it names; what agents get twice
+they do once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from planner import ettr, job_machine
+from planner.auth import job_token
+from planner.errors import MissingServiceError, PlanariaError, one_line
+from planner.events import Action, Event
+from planner.files import read_json_lines
+from planner.job_demand import demand
+from planner.job_events import (
+    Asked,
+    CommandRefused,
+    Cordon,
+    Exited,
+    ExportEnded,
+    Holding,
+    JobAction,
+    JobEvent,
+    NodeUp,
+    Release,
+    Said,
+    Send,
+    Started,
+    StartSpecs,
+    StoreAt,
+    Stuck,
+    Tell,
+    Tick,
+    Write,
+)
+from planner.job_record import JobRecord
+from planner.leases import Lease
+from planner.messages import COMMANDS, RankSpec, StartRanks
+from planner.pretrain_config import PretrainConfig
+from planner.store import ClusterStore, Entry, ReportEnvelope, Request
+from pretrain import published
+from pretrain.exports import Exporter, ExportResult
+from pretrain.job_folder import JobFolder, finite
+from pretrain.watch import JobWatch
+
+READER = "supervisor"
+ROUND_SECONDS = 1.0
+"""How long one tick stays in its loop: reports are answered as they come, not at the next tick."""
+BLOCK_SECONDS = 0.2
+"""Longest wait for reports; leases and time are looked at as often."""
+ACCOUNT_SECONDS = 5.0
+"""Seconds between two accounts of a job's time."""
+
+
+def checkpoint_folder(config: PretrainConfig, folder: Path) -> Path:
+    """Where a job's checkpoints are: ``checkpoint.dir``, or ``checkpoints`` in its folder."""
+    return Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else folder / "checkpoints"
+
+
+class Supervisor:
+    """The loop; see :class:`planner.coordinator.Loop`.
+
+    Args:
+        store: with the cluster secret.
+        state_dir: jobs' folders are below it.
+    """
+
+    def __init__(self, store: ClusterStore, state_dir: Path) -> None:
+        if store.secret is None:
+            raise MissingServiceError("the supervisor needs the cluster secret")
+        self._store = store
+        self._secret = store.secret
+        self._jobs_dir = state_dir / "jobs"
+        self._jobs: dict[str, JobRecord] = {}
+        self._leases: dict[str, tuple[Lease, ...]] = {}
+        self._watches: dict[str, JobWatch] = {}
+        self._demands: dict[str, Any] = {}
+        self._accounted: dict[str, float] = {}
+        self._exporter = Exporter()
+        self._last_round = 0.0
+        self._requests = store.position(f"{READER}:requests")
+        self._position = self._recover()
+
+    def close(self) -> None:
+        """End what runs here; ranks go on."""
+        self._exporter.close()
+
+    # ------------------------------------------------------------------ coming back
+
+    def _recover(self) -> str:
+        """Load all jobs, cut their files to the records, send what was not sent; the position to read on from."""
+        for job, raw in self._store.jobs().items():
+            record = JobRecord.model_validate(raw)
+            self._jobs[job] = record
+            if not record.over or record.outbox:
+                JobFolder(Path(record.folder)).cut(record.files)
+                self._send_outbox(record)
+        open_jobs = [record for record in self._jobs.values() if not record.over]
+        saved = self._store.position(READER)
+        return min((record.cursor for record in open_jobs), key=_order, default=saved)
+
+    # ------------------------------------------------------------------ a round
+
+    def tick(self, now: float) -> None:
+        """Serve for about a second.
+
+        Raises:
+            MissingServiceError: Redis is away for longer than the store's patience.
+        """
+        end = time.monotonic() + ROUND_SECONDS
+        self._rebase(now)
+        while True:
+            self._read_requests()
+            self._read_leases()
+            self._round(self._reports(BLOCK_SECONDS))
+            self._export()
+            if time.monotonic() >= end:
+                break
+        self._account()
+        self._store.save_position(READER, self._position)
+        self._last_round = self._store.clock.time()
+
+    def _rebase(self, now: float) -> None:
+        """After a pause of ours, silence of the ranks proves nothing: their limits begin anew."""
+        if now - self._last_round > 5.0:
+            for job, record in self._jobs.items():
+                if record.stage == "running":
+                    self._watch(job).start(record, now)
+
+    def _round(self, entries: Sequence[Entry[ReportEnvelope | None]]) -> None:
+        now = self._store.clock.time()
+        cursor = entries[-1].id if entries else self._position
+        events = self._sort(entries)
+        waiting = self._waiting()
+        for job, record in list(self._jobs.items()):
+            mine = [event for position, event in events[job] if _order(position) > _order(record.cursor)]
+            if record.over:
+                self._settle_over(record, mine, now, cursor)
+                continue
+            stuck = self._watch(job).observe(record, mine, now)
+            held = Holding(self._leases.get(job, ()), waiting.get(record.holder, ""))
+            self._apply(record, [*mine, *map(Stuck, stuck), held, Tick()], now, cursor)
+        self._position = cursor
+
+    def _settle_over(self, record: JobRecord, events: list[JobEvent], now: float, cursor: str) -> None:
+        """A job that is over still gives back what it holds."""
+        if self._leases.get(record.id) or events:
+            self._apply(record, [*events, Holding(self._leases.get(record.id, ()))], now, cursor)
+
+    def _waiting(self) -> Mapping[str, str]:
+        if all(record.over or record.stage != "none" for record in self._jobs.values()):
+            return {}
+        return dict((self._store.document("decision") or {}).get("waiting", {}))
+
+    def _reports(self, block: float) -> list[Entry[ReportEnvelope | None]]:
+        return self._store.read_reports(self._position, block=block)
+
+    def _read_leases(self) -> None:
+        found: dict[str, list[Lease]] = defaultdict(list)
+        for lease in self._store.leases("job:"):
+            found[lease.holder.removeprefix("job:")].append(lease)
+        self._leases = {job: tuple(leases) for job, leases in found.items()}
+
+    def _watch(self, job: str) -> JobWatch:
+        if job not in self._watches:
+            self._watches[job] = JobWatch(self._jobs[job].settings.health)
+        return self._watches[job]
+
+    # ------------------------------------------------------------------ requests
+
+    def _read_requests(self) -> None:
+        entries = self._store.read_requests(self._requests)
+        for entry in entries:
+            if entry.payload is not None:
+                try:
+                    self._request(entry.payload)
+                except (PlanariaError, KeyError, ValueError, TypeError) as error:
+                    self._store.tell(Action.MESSAGE_REFUSED, source="requests", reason=one_line(repr(error))[:500])
+        if entries:
+            self._requests = entries[-1].id
+            self._store.save_position(f"{READER}:requests", self._requests)
+
+    def _request(self, request: Request) -> None:
+        payload = request.payload
+        if request.kind == "submit":
+            self._submit(str(payload["job"]), payload["config"], request.time)
+        elif request.kind in ("cancel", "pause", "resume", "preempt"):
+            record = self._jobs.get(str(payload["job"]))
+            if record is None or record.over:
+                reason = f"{request.kind}: job {payload['job']} is not known or over"
+                self._store.tell(Action.MESSAGE_REFUSED, source="requests", reason=reason)
+                return
+            self._apply(record, [Asked(request.kind)], self._store.clock.time(), self._position)
+
+    def _submit(self, job: str, raw: Mapping[str, Any], submitted: float) -> None:
+        """Take a job; asked again for the same id, nothing happens, but a preempted one goes on."""
+        config = PretrainConfig.model_validate(raw)
+        known = self._jobs.get(job)
+        if known is not None:
+            self._resubmit(known)
+            return
+        folder = JobFolder(self._jobs_dir / job)
+        folder.make(config.to_json())
+        folder.cut({})
+        record = JobRecord(
+            id=job,
+            name=config.name,
+            folder=str(folder.path),
+            config=config.to_json(),
+            submitted=submitted,
+            cursor=self._position,
+        )
+        self._jobs[job] = record
+        event = Event(time=submitted, action=Action.JOB_SUBMITTED, job=job, reason="", details={"name": config.name})
+        self._commit(record, [Tell(event)], self._position)
+
+    def _resubmit(self, record: JobRecord) -> None:
+        if record.state.value != "preempted":
+            return
+        self._apply(record, [Asked("again")], self._store.clock.time(), self._position)
+
+    # ------------------------------------------------------------------ reports to events
+
+    def _sort(self, entries: Iterable[Entry[ReportEnvelope | None]]) -> defaultdict[str, list[tuple[str, JobEvent]]]:
+        """Events by job, each with its position in the stream."""
+        found: defaultdict[str, list[tuple[str, JobEvent]]] = defaultdict(list)
+        for entry in entries:
+            if entry.payload is None:
+                continue
+            for job, event in self._events(entry.payload):
+                found[job].append((entry.id, event))
+        return found
+
+    def _events(self, envelope: ReportEnvelope) -> Iterable[tuple[str, JobEvent]]:
+        report, node = envelope.report, envelope.node
+        match report.kind:
+            case "rank_said":
+                yield report.job, Said(report.incarnation, report.rank, report.message)
+            case "rank_started":
+                yield report.job, Started(report.incarnation, report.rank, report.pid)
+            case "rank_exited":
+                yield (
+                    report.job,
+                    Exited(report.incarnation, report.rank, report.exit_code, report.signal, report.asked, report.tail),
+                )
+            case "store_ready":
+                yield report.job, self._store_at(node, report)
+            case "command_failed":
+                if report.job is not None:
+                    yield report.job, CommandRefused(node, report.command, report.incarnation, report.reason)
+            case "node_ready":
+                for job in self._jobs:
+                    yield job, NodeUp(node, frozenset((i, r) for j, i, r in report.ranks if j == job))
+            case "node_left":
+                for job in self._jobs:
+                    yield job, NodeUp(node, frozenset())
+            case "message_refused":
+                self._store.tell(Action.MESSAGE_REFUSED, source=report.source, reason=report.reason, node=node)
+
+    def _store_at(self, node: str, report: Any) -> StoreAt:
+        record = self._jobs.get(report.job)
+        resume = None
+        if record is not None:
+            found = published.published(checkpoint_folder(record.settings, Path(record.folder)))
+            resume = str(found[-1][1]) if found else None
+        return StoreAt(report.incarnation, node, report.host, report.port, resume)
+
+    # ------------------------------------------------------------------ decisions to deeds
+
+    def _apply(self, record: JobRecord, events: list[JobEvent], now: float, cursor: str) -> None:
+        """Decide and commit; a record that did not change is not written again."""
+        decision = job_machine.decide_all(record, events, now)
+        self._jobs[record.id] = decision.job
+        reported = len(events) > 2 or not all(isinstance(event, (Holding, Tick)) for event in events)
+        if decision.actions or decision.job != record:
+            self._commit(decision.job, decision.actions, cursor)
+        elif reported:
+            decision.job.cursor = cursor
+        self._ask(decision.job)
+
+    def _commit(self, record: JobRecord, actions: Sequence[JobAction], cursor: str) -> None:
+        folder = JobFolder(Path(record.folder))
+        told = [action.event for action in actions if isinstance(action, Tell)]
+        for file in ("samples.jsonl", "metrics.jsonl"):
+            folder.append(file, [finite(a.line) for a in actions if isinstance(a, Write) and a.file == file])
+        folder.append("events.jsonl", [finite(event.to_json()) for event in told])
+        for action in actions:
+            record.outbox += self._to_send(record, action)
+        record.cursor = cursor
+        record.files = folder.sizes()
+        self._store.put_job(record.id, record.to_store())
+        self._send_outbox(record)
+        for action in actions:
+            self._carry_out(record, action)
+
+    def _to_send(self, record: JobRecord, action: JobAction) -> list[dict[str, Any]]:
+        if isinstance(action, Send):
+            return [{"node": action.node, "command": action.command.model_dump(mode="json")}]
+        if isinstance(action, StartSpecs):
+            return [
+                {"node": node, "command": command.model_dump(mode="json", by_alias=True)}
+                for node, command in self._start_ranks(record, action)
+            ]
+        if isinstance(action, Tell):
+            return [{"event": finite(action.event.to_json())}]
+        return []
+
+    def _start_ranks(self, record: JobRecord, action: StartSpecs) -> Iterable[tuple[str, StartRanks]]:
+        """One command per lease."""
+        for lease in dict.fromkeys(rank.lease for rank in record.ranks):
+            ranks = [rank for rank in record.ranks if rank.lease == lease]
+            specs = [
+                RankSpec(
+                    job=record.id,
+                    incarnation=record.incarnation,
+                    rank=rank.rank,
+                    origin_rank=rank.origin,
+                    world_size=record.size,
+                    store_host=action.host,
+                    store_port=action.port,
+                    token=job_token(self._secret, record.id),
+                    lease_token=rank.lease_token,
+                    agent_socket=None,
+                    job_folder=record.folder,
+                    config=record.settings,
+                    resume=action.resume,
+                    fired_faults=record.fired,
+                )
+                for rank in ranks
+            ]
+            yield ranks[0].node, StartRanks(lease=lease, specs=specs, slots=[rank.slot for rank in ranks])
+
+    def _send_outbox(self, record: JobRecord) -> None:
+        for entry in record.outbox:
+            if "event" in entry:
+                self._store.emit(Event.from_json(entry["event"]))
+            else:
+                self._store.send_command(entry["node"], COMMANDS.validate_python(entry["command"]))
+        record.outbox = []
+
+    def _carry_out(self, record: JobRecord, action: JobAction) -> None:
+        if isinstance(action, Release):
+            for lease in self._leases.get(record.id, ()):
+                if action.leases is None or lease.id in action.leases:
+                    self._store.release(lease, reason=f"given back by {record.holder}")
+        elif isinstance(action, Cordon):
+            self._store.cordon(action.node, "cordon")
+            self._store.tell(Action.NODE_CORDONED, node=action.node, reason=action.reason, job=record.id)
+            for lease in self._leases.get(record.id, ()):
+                if lease.node == action.node:
+                    self._store.release(lease, confirmed=False, reason=action.reason)
+
+    def _ask(self, record: JobRecord) -> None:
+        """Tell the allocator what the job wants, where that changed."""
+        wanted = demand(record)
+        said = None if wanted is None else wanted.to_json()
+        if record.id in self._demands and self._demands[record.id] == said:
+            return
+        if wanted is None:
+            self._store.drop_demand(record.holder)
+        else:
+            self._store.set_demand(record.holder, wanted)
+        self._demands[record.id] = said
+
+    # ------------------------------------------------------------------ exports and the account
+
+    def _export(self) -> None:
+        result = self._exporter.poll()
+        if result is not None:
+            self._exported(result)
+        if self._exporter.busy:
+            return
+        now = self._store.clock.time()
+        for record in sorted(self._jobs.values(), key=lambda record: record.submitted):
+            for entry in record.exports:
+                if entry.not_before <= now:
+                    logs = Path(record.folder) / "logs"
+                    at_once = self._exporter.start(record.id, entry.step, Path(entry.path), logs)
+                    if at_once is not None:
+                        self._exported(at_once)
+                    return
+
+    def _exported(self, result: ExportResult) -> None:
+        event = ExportEnded(result.step, result.path, result.reason, result.seconds)
+        self._apply(self._jobs[result.job], [event], self._store.clock.time(), self._position)
+
+    def _account(self) -> None:
+        """ETTR of each job, from its events and metrics alone."""
+        now = self._store.clock.time()
+        for job, record in self._jobs.items():
+            last = self._accounted.get(job, 0.0)
+            final = record.over and last >= (record.ended or 0.0)
+            if record.started is None or final or (not record.over and now - last < ACCOUNT_SECONDS):
+                continue
+            self._accounted[job] = now
+            found = account(Path(record.folder), now, record.settings.workers.max)
+            record.ettr, record.ettr_losses = found.ettr, dict(found.losses)
+            self._store.put_job(job, record.to_store())
+
+
+def account(folder: Path, now: float, full_workers: int | None = None) -> ettr.Account:
+    """The account of a job's time from the files of its folder."""
+    events = [Event.from_json(line) for line in read_json_lines(folder / "events.jsonl")]
+    return ettr.account(events, read_json_lines(folder / "metrics.jsonl"), now, full_workers)
+
+
+def _order(position: str) -> tuple[int, int]:
+    """Stream positions in order."""
+    milliseconds, _, sequence = position.partition("-")
+    return int(milliseconds), int(sequence or 0)
