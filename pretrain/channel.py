@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from planner.clock import Clock, SystemClock
 from planner.errors import ExitCode, one_line
 from planner.messages import AGENT_TO_RANK, LeaveCollective, RankHello, Reform, StopAtBoundary
+from pretrain import unix_socket
 
 AgentMessage = StopAtBoundary | Reform | LeaveCollective
 Handler = Callable[[AgentMessage], None]
@@ -171,10 +172,12 @@ class SocketChannel:
         with self._lock:
             if self._socket is not None:
                 return True
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection = unix_socket.connect(self._path, _SEND_SECONDS)
+            except OSError:
+                return False
             connection.settimeout(_SEND_SECONDS)
             try:
-                connection.connect(str(self._path))
                 connection.sendall(self._hello.model_dump_json().encode() + b"\n")
             except OSError:
                 connection.close()

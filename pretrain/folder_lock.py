@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import threading
@@ -23,9 +24,9 @@ class FolderLock:
     """A lock file that names its owner and the time until which it holds.
 
     Nodes need clocks that agree within a fraction of ``lifetime``. A holder renews it in the background; who
-    finds it expired takes it over. Taking over is not atomic with the old holder's last write, so what it guards
-    must be committed by one rename of the owner's own work, as :mod:`pretrain.data` does: then two holders at
-    once cost work, never correctness.
+    finds it expired takes it over. Looking and taking are one step under the kernel's lock on a file beside it.
+    Where a file system keeps such locks per node, two may still take it at once; what it guards is therefore
+    committed by one rename of the owner's own work (:mod:`pretrain.data`), so that costs work, never correctness.
     """
 
     def __init__(self, path: Path, owner: str, *, lifetime: float = 60.0, clock: Clock | None = None) -> None:
@@ -36,22 +37,13 @@ class FolderLock:
         self._clock = clock or SystemClock()
 
     def try_acquire(self) -> bool:
-        """Take the lock if it is free or expired."""
-        holder = self.holder()
-        if holder is not None and holder[1] > self._clock.time():
-            return holder[0] == self.owner
-        if holder is not None or self.path.exists():
-            self._remove_expired()
-        content = json.dumps(self._content()).encode()
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{threading.get_ident()}")
-        temporary.write_bytes(content)
-        try:
-            os.link(temporary, self.path)  # atomic and complete: a reader never sees an empty lock
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        return True
+        """Take the lock if it is free, expired, unreadable or ours."""
+        with self._guarded():
+            holder = self.holder()
+            if holder is not None and holder[0] != self.owner and holder[1] > self._clock.time():
+                return False
+            self._write()
+            return True
 
     def holder(self) -> tuple[str, float] | None:
         """(owner, expiry in seconds since the epoch), or None where the lock is free or unreadable."""
@@ -67,16 +59,18 @@ class FolderLock:
         Raises:
             LockLostError: it is somebody else's by now.
         """
-        holder = self.holder()
-        if holder is None or holder[0] != self.owner:
-            raise LockLostError(f"{self.path}: the lock of {self.owner} was taken over by {holder and holder[0]}")
-        write_json(self.path, self._content())
+        with self._guarded():
+            holder = self.holder()
+            if holder is None or holder[0] != self.owner:
+                raise LockLostError(f"{self.path}: the lock of {self.owner} is now {holder[0] if holder else 'free'}")
+            self._write()
 
     def release(self) -> None:
         """Give the lock back if it is still ours."""
-        holder = self.holder()
-        if holder is not None and holder[0] == self.owner:
-            self.path.unlink(missing_ok=True)
+        with self._guarded():
+            holder = self.holder()
+            if holder is not None and holder[0] == self.owner:
+                self.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
@@ -99,22 +93,14 @@ class FolderLock:
             thread.join()
             self.release()
 
-    def _content(self) -> dict[str, object]:
-        return {"owner": self.owner, "expires": self._clock.time() + self.lifetime}
-
-    def _remove_expired(self) -> None:
-        """Move an expired or unreadable lock aside by a rename that only one contender can do.
-
-        Between the look and the rename a third may have taken the lock anew; then what was moved is alive, and
-        it is put back unless yet another lock stands there already.
-        """
-        aside = self.path.with_name(f".{self.path.name}.expired.{os.getpid()}.{threading.get_ident()}")
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        fd = os.open(self.path.with_name(f".{self.path.name}.guard"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:
-            return
-        moved = FolderLock(aside, self.owner, clock=self._clock).holder()
-        if moved is not None and moved[1] > self._clock.time():
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, self.path)
-        aside.unlink(missing_ok=True)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _write(self) -> None:
+        write_json(self.path, {"owner": self.owner, "expires": self._clock.time() + self.lifetime})
