@@ -31,6 +31,8 @@ class NodeView:
     slots: int
     usable: bool
     """Alive and not cordoned: its free slots may be granted."""
+    kept: bool = False
+    """Not usable, but what is held there stays and counts: cordoned, or suspected and not yet dead."""
     drained: bool = False
     """All work is to move off (cordoned by ``drain``)."""
     why: str = ""
@@ -108,12 +110,18 @@ def first_form(view: ClusterView, slots: int) -> Decision:
             left -= most - counts[demand.holder]
             counts[demand.holder] = most
     for demand in view.demands:
-        if demand.kind == EVALUATION and demand.backlog_seconds > 0:
-            counts[demand.holder] = min(left, demand.max_slots)
+        if demand.kind == EVALUATION:
+            # With nothing queued it keeps what nobody else wants: a resident engine is dear to load again.
+            most = demand.max_slots if demand.backlog_seconds > 0 else min(_held_by_evaluation(view), demand.max_slots)
+            counts[demand.holder] = min(left, most)
             left -= counts[demand.holder]
     plan = Plan(counts, left, _rate(view, counts))
     return Decision(plan=plan, reason=_in_words(view, counts, slots, left), trigger=view.trigger,
                     alternatives=_alternatives(view, counts, left))  # fmt: skip
+
+
+def _held_by_evaluation(view: ClusterView) -> int:
+    return sum(len(lease.slots) for lease in _held(view).get(EVALUATION, ()))
 
 
 def _largest(demand: Demand, limit: int) -> int:
@@ -151,6 +159,8 @@ def _in_words(view: ClusterView, counts: Mapping[str, int], slots: int, left: in
         if demand.kind == EVALUATION:
             if demand.backlog_seconds > 0:
                 parts.append(f"{count} to evaluation, whose backlog is {demand.backlog_seconds:.0f} slot-seconds")
+            elif count:
+                parts.append(f"{count} stay with evaluation, whose engines are loaded and which nobody else wants")
         elif count:
             rate = demand.weight * demand.throughput.get(count, 0.0)
             parts.append(f"{count} to {demand.holder}, worth {rate:.3g} FLOP/s")
@@ -185,34 +195,63 @@ def allocate(view: ClusterView, now: float, planner: Planner = first_form) -> Al
     """
     usable = {slot.name for node in view.nodes if node.usable and node.own is None for slot in _slots(node)}
     usable -= view.stuck
-    decision = planner(view, len(usable))
     held = _held(view)
-    revocations = _drained(view)
-    revoked = {revocation.lease for revocation in revocations}
-    free = _free(view, usable)
-    grants: list[GrantRequest] = []
-    waiting: dict[str, str] = {}
+    staying = {node.name for node in view.nodes if node.kept}
+    pinned = sum(len(lease.slots) for leases in held.values() for lease in leases if lease.node in staying)
+    decision = planner(view, len(usable) + pinned)
+    round_ = _Round(view, decision, usable, held)
     for demand in sorted(view.demands, key=lambda d: d.kind == EVALUATION):
-        wanted = decision.plan.assignments.get(demand.holder, 0)
-        mine = [lease for lease in held.get(demand.holder, []) if lease.id not in revoked]
-        keep, surplus = _split(mine, wanted)
-        revocations += [_revocation(view, lease, demand.kind, decision) for lease in surplus]
-        missing = wanted - sum(len(lease.slots) for lease in keep)
-        if wanted == 0:
-            waiting[demand.holder] = _why_waiting(view, demand, len(usable))
-        elif len(free) < missing and demand.kind != EVALUATION:
-            waiting[demand.holder] = f"{missing} more slots are being freed for it, {len(free)} are free so far"
-        elif missing > 0:
-            taken = _choose(free, missing, keep)
-            free = [slot for slot in free if slot not in taken]
-            grants += _requests(demand, taken, decision)
-    revocations += _orphans(view, held, revoked)
+        round_.serve(demand)
     return Allocation(
         decision=decision,
-        grants=tuple(grants + _brought(view)),
-        revocations=tuple(revocations),
-        waiting=waiting,
+        grants=tuple(round_.grants + _brought(view)),
+        revocations=tuple(round_.revocations + _orphans(view, held, {r.lease for r in round_.revocations})),
+        waiting=round_.waiting,
     )
+
+
+class _Round:
+    """One call of :func:`allocate`: what is still free while the demands are served in turn."""
+
+    def __init__(
+        self, view: ClusterView, decision: Decision, usable: set[str], held: Mapping[str, Sequence[Lease]]
+    ) -> None:
+        self.view = view
+        self.decision = decision
+        self.usable = usable
+        self.free = _free(view, usable)
+        self.revocations = _drained(view)
+        self.grants: list[GrantRequest] = []
+        self.waiting: dict[str, str] = {}
+        drained = {revocation.lease for revocation in self.revocations}
+        self.split = {
+            demand.holder: _split(
+                [lease for lease in held.get(demand.holder, ()) if lease.id not in drained],
+                decision.plan.assignments.get(demand.holder, 0),
+            )
+            for demand in view.demands
+        }
+        for demand in view.demands:
+            self.revocations += [_revocation(view, one, demand.kind, decision) for one in self.split[demand.holder][1]]
+        leaving = any(lease.revoked is not None for lease in view.leases)
+        self.more_to_come = bool(leaving or self.revocations or (view.quarantine - view.stuck) & usable)
+        """Slots are being freed: who lacks some waits for them, so that its change is one transition and not two."""
+
+    def serve(self, demand: Demand) -> None:
+        """Grant a demand what it lacks, or say why it waits."""
+        wanted = self.decision.plan.assignments.get(demand.holder, 0)
+        keep = self.split[demand.holder][0]
+        have = sum(len(lease.slots) for lease in keep)
+        count = wanted - have
+        if wanted == 0:
+            self.waiting[demand.holder] = _why_waiting(self.view, demand, len(self.usable))
+        elif count > len(self.free) and demand.kind != EVALUATION:
+            self.waiting[demand.holder] = f"{count} more slots are being freed for it, {len(self.free)} are free so far"
+            count = 0 if self.more_to_come else _largest(demand, have + len(self.free)) - have
+        if count > 0:
+            taken = _choose(self.free, count, keep)
+            self.free = [slot for slot in self.free if slot not in taken]
+            self.grants += _requests(demand, taken, self.decision)
 
 
 def _free(view: ClusterView, usable: set[str]) -> list[Slot]:
@@ -241,11 +280,11 @@ def demand_of(lease: Lease) -> str:
 
 
 def _held(view: ClusterView) -> dict[str, list[Lease]]:
-    """Leases by demand, those that are not being taken back, on nodes of the allocator."""
-    own = {node.name for node in view.nodes if node.own is not None}
+    """Leases by demand, those that are not being taken back, on nodes that the allocator deals out."""
+    ours = {node.name for node in view.nodes if node.own is None}
     held: dict[str, list[Lease]] = {}
     for lease in view.leases:
-        if lease.revoked is None and lease.node not in own:
+        if lease.revoked is None and lease.node in ours:
             held.setdefault(demand_of(lease), []).append(lease)
     return held
 
@@ -294,7 +333,7 @@ def _orphans(view: ClusterView, held: Mapping[str, list[Lease]], revoked: set[st
 def _why_waiting(view: ClusterView, demand: Demand, usable: int) -> str:
     if demand.kind == EVALUATION:
         return "training uses all slots" if demand.backlog_seconds > 0 else "nothing is queued"
-    out = [f"{node.name} ({node.why})" for node in view.nodes if not node.usable]
+    out = [f"{node.name} ({node.why})" for node in view.nodes if node.why]
     missing = f"needs {_missing(demand)} of {usable} usable slots"
     return missing + (f"; not usable: {', '.join(out)}" if out else "")
 

@@ -88,6 +88,7 @@ def settings(folder: Path, port: int, password: str, appendfsync: str = "everyse
             'save ""',
             "maxmemory-policy noeviction",
             "daemonize no",
+            "set-proc-title no",  # a new title is written over the environment, and with it the stack's mark
             "databases 1",
             "tcp-keepalive 60",
             "",

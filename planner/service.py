@@ -90,6 +90,7 @@ class Allocator:
             name=facts.name,
             slots=facts.slots,
             usable=not why,
+            kept=bool(why) and state is not NodeState.DEAD and cordoned != "drain",
             drained=cordoned == "drain",
             why=why,
             own=f"evaluation:{facts.name}" if facts.kind == "worker" else None,

@@ -179,14 +179,29 @@ def _stack_lock(state_dir: Path) -> int:
         BadInputError: a process of a stack lives.
     """
     fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    deadline = time.monotonic() + 2.0
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            # A process that was killed holds its files for a moment longer than its environment can be read.
+            if time.monotonic() < deadline and not _recorded_alive(state_dir):
+                time.sleep(0.05)
+                continue
+            os.close(fd)
+            raise BadInputError(
+                f"--state-dir {state_dir}: a stack is up there already; "
+                f"end it with planaria down --state-dir {state_dir}"
+            ) from None
+
+
+def _recorded_alive(state_dir: Path) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise BadInputError(
-            f"--state-dir {state_dir}: a stack is up there already; end it with planaria down --state-dir {state_dir}"
-        ) from None
-    return fd
+        stack = Stack.load(state_dir)
+    except BadInputError:
+        return False
+    return stack is not None and bool(_living(stack))
 
 
 # ---------------------------------------------------------------- up
