@@ -91,9 +91,11 @@ def test_a_blocked_reader_wakes_at_once_and_a_quiet_stream_ends_in_time(store: C
     begun = time.monotonic()
     assert store.read_requests(STREAM_START, block=0.3) == []
     assert 0.25 < time.monotonic() - begun < 2.0
-    threading.Timer(0.2, lambda: store.send_request("cancel", job="j")).start()
+    later = threading.Timer(0.2, lambda: store.send_request("cancel", job="j"))
+    later.start()
     begun = time.monotonic()
     (entry,) = store.read_requests(STREAM_START, block=10.0)
+    later.join()
     assert time.monotonic() - begun < 5.0
     assert entry.payload is not None
     assert (entry.payload.kind, entry.payload.payload) == ("cancel", {"job": "j"})
