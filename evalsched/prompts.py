@@ -189,7 +189,10 @@ class Encoder:
             raise TypeError(f"generation settings must be a mapping, found {type(settings).__name__}")
         sampling, until, budget = self.generation_settings(dict(settings))
         whole = self.tokens(context)
-        flags = _names(generation_flags(len(whole), budget, self.window) + self._bos(whole))
+        kinds = generation_flags(len(whole), budget, self.window) + self._bos(whole)
+        if "temperature" not in sampling:
+            kinds.append(FlagKind.SAMPLED_BY_DEFAULT)
+        flags = _names(kinds)
         tokens, budget = maybe_truncate(
             whole,
             max_gen_toks=budget,

@@ -33,6 +33,7 @@ class FlagKind(StrEnum):
     MISSING_BOS = "missing_bos"
     SAME_CHOICES = "same_choices"
     SPECIAL_TOKEN_IN_OUTPUT = "special_token_in_output"
+    SAMPLED_BY_DEFAULT = "sampled_by_default"
 
 
 UNTRUSTED = frozenset(
@@ -65,6 +66,7 @@ EXPLANATIONS: Mapping[FlagKind, str] = {
     FlagKind.MISSING_BOS: "the tokenizer has a begin-of-text token and the prompt does not begin with it",
     FlagKind.SAME_CHOICES: "two choices of the document are the same text, so the first always wins the tie",
     FlagKind.SPECIAL_TOKEN_IN_OUTPUT: "the generated text contains a special token's text",
+    FlagKind.SAMPLED_BY_DEFAULT: "the task names neither do_sample nor temperature, so vLLM's default samples at 1.0",
 }
 
 
