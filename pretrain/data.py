@@ -7,6 +7,7 @@ makes visible; the others wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -227,18 +228,19 @@ class _Builder:
         dtype = np.uint16 if self._tokenizer.size <= 1 << 16 else np.int32
         builder: Any = IndexedDatasetBuilder(str(work / "tokens.bin"), dtype=dtype)
         digest, tokens, documents = hashlib.sha256(), 0, 0
-        for path in files:
-            ids = self._tokenizer.encode(_read_text(path, field))
-            if not len(ids):
-                continue
-            document = np.append(ids, self._tokenizer.end_of_document).astype(dtype)
-            builder.add_document(document, [len(document)])
-            digest.update(document.tobytes())
-            tokens += len(document)
-            documents += 1
-        if not documents:
-            raise BadInputError(f"{field}: no text in {_some(files)}; give files with text in them")
-        builder.finalize(str(work / "tokens.idx"))
+        with contextlib.closing(builder.data_file):
+            for path in files:
+                ids = self._tokenizer.encode(_read_text(path, field))
+                if not len(ids):
+                    continue
+                document = np.append(ids, self._tokenizer.end_of_document).astype(dtype)
+                builder.add_document(document, [len(document)])
+                digest.update(document.tobytes())
+                tokens += len(document)
+                documents += 1
+            if not documents:
+                raise BadInputError(f"{field}: no text in {_some(files)}; give files with text in them")
+            builder.finalize(str(work / "tokens.idx"))
         return {"format": _FORMAT, "tokens": tokens, "documents": documents, "digest": digest.hexdigest()}
 
     def _key(self, files: Sequence[Path]) -> str:

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,8 @@ class Agent:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / ("deep" * 30) / "agent.sock"
+def place(tmp_path: Path) -> Path:
+    return tmp_path / ("deep" * 30) / "agent.sock"
 
 
 def steps(lines: list[dict[str, Any]]) -> list[int]:
