@@ -224,7 +224,7 @@ class ClusterStore:
     def send_command(self, node: str, command: BaseModel) -> str:
         """Seal a command for a node's agent."""
         envelope = {"node": node, "time": self.clock.time(), "id": uuid.uuid4().hex}
-        body = envelope | {"command": command.model_dump(mode="json")}
+        body = envelope | {"command": command.model_dump(mode="json", by_alias=True)}
         return self._append(f"commands:{node}", seal(self._sealing_key(), body), MAX_MESSAGES)
 
     def read_commands(self, node: str, after: str, *, block: float = 0.0, count: int = 100) -> list[Entry[Any]]:
