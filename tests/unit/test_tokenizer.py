@@ -89,7 +89,7 @@ def test_byte_characters_are_distinct() -> None:
 
 
 def test_missing_and_broken_tokenizers_are_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="tokenizer: '.*nowhere' is no folder"):
+    with pytest.raises(BadInputError, match=r"tokenizer: '.*nowhere' is no folder"):
         tokenizer.load(str(tmp_path / "nowhere"))
     (tmp_path / "broken").mkdir()
     with pytest.raises(BadInputError, match=r"tokenizer: '.*broken' cannot be read") as caught:
