@@ -120,17 +120,17 @@ class _Kind:
 _ORIGIN_WORDS = ("Root Cause", "host", "rank", "Rank", "exitcode", "NCCL")
 
 
-def _judge(text: str) -> _Kind:
-    rule, by_type, strength = _rule_of(text)
+def _judge(text: str, extra_rules: tuple[Rule, ...] = ()) -> _Kind:
+    rule, by_type, strength = _rule_of(text, extra_rules)
     return _Kind(
         rule, by_type, strength, _ENDED_WELL.search(text) is not None, _BAD_END.search(text) is not None,
         _SECTION.match(text) is not None, _STUCK.search(text) is not None, any(word in text for word in _ORIGIN_WORDS),
     )  # fmt: skip
 
 
-def _rule_of(text: str) -> tuple[Rule | None, str | None, int]:
+def _rule_of(text: str, extra_rules: tuple[Rule, ...]) -> tuple[Rule | None, str | None, int]:
     best: Rule | None = None
-    for rule in shipped_rules():
+    for rule in (*shipped_rules(), *extra_rules):
         if rule.matches(text):
             if rule.role in (Role.ADVICE, Role.RECOVERED, Role.CONFIRMATION):
                 return rule, None, 0
@@ -143,10 +143,23 @@ def _rule_of(text: str) -> tuple[Rule | None, str | None, int]:
     return best, exceptional.root, 48 if generic else 62
 
 
+def is_alarming(text: str) -> bool:
+    """Whether a line can be a root or a cascade, or is the last line of a traceback."""
+    return _judge(text).is_evidence
+
+
+def is_echo(text: str) -> bool:
+    """Whether a line is only a cascade, advice or part of a launcher's summary, which explain nothing."""
+    kind = _judge(text)
+    known = kind.rule is not None and kind.rule.role is not Role.ROOT and kind.by_type is None
+    return known or kind.origin or kind.section or text.startswith((" ", "\t", "Traceback")) or not text.strip()
+
+
 class _KindCache:
     """Lines that differ only in long numbers and times are judged once; bounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, extra_rules: tuple[Rule, ...] = ()) -> None:
+        self._extra = extra_rules
         self._known: dict[str, _Kind] = {}
 
     def __call__(self, text: str) -> _Kind:
@@ -155,7 +168,7 @@ class _KindCache:
         if found is None:
             if len(self._known) > 50_000:
                 self._known.clear()
-            found = self._known[template] = _judge(text)
+            found = self._known[template] = _judge(text, self._extra)
         return found
 
 
@@ -164,6 +177,7 @@ class Collector:
     """Takes the signal lines of one log in order and keeps what the decision needs, in bounded memory."""
 
     file: str
+    extra_rules: tuple[Rule, ...] = ()
     evidence: list[Evidence] = field(default_factory=list)
     origins: OriginMap = field(default_factory=OriginMap)
     course: Course = field(default_factory=Course)
@@ -181,9 +195,12 @@ class Collector:
     _section: str | None = None
     _await_rank: bool = False
     _year: int | None = None
-    _kinds: _KindCache = field(default_factory=_KindCache)
+    _kinds: _KindCache = field(init=False)
     _counts: dict[str, int] = field(default_factory=dict)
     _mortal: bool = False
+
+    def __post_init__(self) -> None:
+        self._kinds = _KindCache(self.extra_rules)
 
     def feed(self, line: LogLine) -> None:
         """Take in one signal line."""
