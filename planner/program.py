@@ -170,12 +170,8 @@ class Program:
 
     def solve(self) -> Solution:
         """The one plan that DESIGN.md's order puts first."""
-        limits = Limits.of(self._best(), self.prefix, self.options)
-        rows = {len(self.options): Row.single(0, 0.0)}
-        found = settle(self.options, self.prefix, limits, rows, len(self.options), self.tails)
-        if found is None:
-            found = exact_ties.settle(self.options, self.prefix, limits.threshold, self.tails)
-        return self.solution(self.options, found)
+        limits = Limits.of(self._best(), (self.prefix[-1],), self.options)
+        return self.solution(self.options, choose(self.options, self.prefix, limits, self.tails))
 
     def _best(self) -> float:
         """The highest value of any plan."""
@@ -196,6 +192,13 @@ class Program:
         return Solution(counts, value)
 
 
+def choose(options: Sequence[Options], prefix: Floats, limits: Limits, tails: Sequence[int] | None = None) -> list[int]:
+    """The index of the chosen count for each option, both stages and, where they prove nothing, the last resort."""
+    rows = {len(options): Row.single(0, 0.0)}
+    found = settle(options, prefix, limits, rows, len(options), tails)
+    return found if found is not None else exact_ties.settle(options, prefix, limits.threshold, tails)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The numbers that decide a tie: the best value, how far below it still ties, the price of a change."""
@@ -211,23 +214,25 @@ class Limits:
         return self.best - self.tie - self.noise
 
     @classmethod
-    def of(cls, best: float, prefix: Floats, options: Sequence[Options], change: float | None = None) -> Limits:
-        """For a best value; ``change`` is λ where one is already built into stored rows."""
+    def of(
+        cls, best: float, bounds: Sequence[Floats], options: Sequence[Options], change: float | None = None
+    ) -> Limits:
+        """For a best value; ``bounds``: rows of partial sums that it came from; ``change``: a λ already in use."""
         tie = TIE * abs(best)
-        noise = rounding(prefix, options)
+        noise = rounding(best, bounds, options)
         return cls(best, tie, noise, change if change is not None else price_of_change(tie, noise))
 
     @property
-    def sound(self) -> bool:
-        """Whether λ separates numbers of changes."""
-        return self.change >= 2 * (self.tie + self.noise)
+    def fitting(self) -> bool:
+        """Whether λ separates numbers of changes, and is small enough not to drown the values in its own rounding."""
+        return 2 * (self.tie + self.noise) <= self.change <= 100 * max(self.tie, self.noise)
 
 
-def rounding(prefix: Floats, options: Sequence[Options]) -> float:
+def rounding(best: float, bounds: Sequence[Floats], options: Sequence[Options]) -> float:
     """Bound of the rounding error of a sum of one value per option."""
-    ends = (abs(float(prefix[-1, 0])), abs(float(prefix[-1, -1])))
-    largest = max((float(np.abs(o.values[np.isfinite(o.values)]).max(initial=0.0)) for o in options), default=0.0)
-    return 2.0**-53 * (len(options) + 2) * max(*(end for end in ends if end < inf), largest, 0.0)
+    sizes = [abs(best), *(abs(float(row[end])) for row in bounds for end in (0, -1))]
+    sizes += [float(np.abs(o.values[np.isfinite(o.values)]).max(initial=0.0)) for o in options]
+    return 2.0**-53 * (len(options) + 2) * max(size for size in sizes if size < inf)
 
 
 def price_of_change(tie: float, noise: float) -> float:

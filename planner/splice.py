@@ -13,8 +13,7 @@ from math import inf
 
 import numpy as np
 
-from planner import exact_ties
-from planner.program import Floats, Limits, Options, Program, Solution, gains, order, prefix_bounds, settle
+from planner.program import Floats, Limits, Options, Program, Solution, choose, gains, order, prefix_bounds, settle
 from planner.rows import Row
 
 
@@ -25,7 +24,7 @@ class Spliced:
         self.program = program
         self.prefix = program.prefix
         self.keys = [order(option) for option in program.options]
-        self.limits = Limits.of(float(self.prefix[-1, -1]), self.prefix, program.options)
+        self.limits = Limits.of(float(self.prefix[-1, -1]), (self.prefix[-1],), program.options)
 
     @cached_property
     def suffix(self) -> Floats:
@@ -85,11 +84,11 @@ class Spliced:
         best = self._best(position, after, inserted)
         if best == -inf:
             return None
-        limits = Limits.of(best, self.prefix, options, self.limits.change)
-        choice = self._settled(options, limits, position, after, len(new)) if limits.sound else None
+        partial = (self.prefix[position], self.suffix[after])
+        limits = Limits.of(best, partial, options, self.limits.change)
+        choice = self._settled(options, limits, position, after, len(new)) if limits.fitting else None
         if choice is None:
-            bounds = prefix_bounds(options, self.program.size)
-            choice = exact_ties.settle(options, bounds, limits.threshold)
+            choice = choose(options, prefix_bounds(options, self.program.size), Limits.of(best, partial, options))
         return self.program.solution(options, choice)
 
     def _best(self, position: int, after: int, inserted: Options | None) -> float:
