@@ -126,9 +126,9 @@ def ready_times(backlog: Backlog, slots: int) -> list[float]:
 def horizon(backlog: Backlog, idle: int, next_event_seconds: float, policy: LendingPolicy) -> float:
     """H: until the backlog would end without a loan, the next foreseen event, or the bound; whichever is first.
 
-    Without a loan evaluation has the ``idle`` slots. Counted from there, ``V(k) − V(idle)`` is exactly what a loan
-    saves; a loan that is given back before H (its backlog is done) has paid for longer than it lasted, so lending
-    errs on the side of training.
+    Without a loan evaluation has the ``idle`` slots (none that would have to be rented). Counted from there,
+    ``V(k) − V(idle)`` is exactly what a loan saves; a loan that is given back before H (its backlog is done) has paid
+    for longer than it lasted, so lending errs on the side of training.
     """
     times = ready_times(backlog, idle)
     return max(0.0, min(max(times), next_event_seconds, policy.horizon_bound)) if times else 0.0
@@ -184,7 +184,8 @@ def lend(
     on after H.
     """
     most = max(0, min(slots, backlog.most_slots)) if backlog.reports else 0
-    idle = min(most, max(0, slots - sum(planned[job.name] for job in jobs)))
+    free = slots - sum(planned[job.name] for job in jobs) if policy.slot_second_cost == 0 else 0
+    idle = min(most, max(0, free))
     seconds = horizon(backlog, idle, next_event_seconds, policy)
     values = evaluation_values(backlog, most, seconds, policy)
     values -= np.arange(most + 1) * policy.slot_second_cost * seconds
