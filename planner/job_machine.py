@@ -276,7 +276,7 @@ def _go_on(turn: Turn) -> None:
     """A preempted job was submitted again: it goes on where it was."""
     job = turn.job
     if job.state == JobState.PREEMPTED:
-        job.wanted, job.ended = "run", None
+        job.wanted, job.ended, job.accounted = "run", None, False
         turn.tell(Action.JOB_RESUME_REQUESTED, reason="submitted again")
         turn.move(JobState.QUEUED, "submitted again after a preemption")
 

@@ -169,6 +169,8 @@ class JobRecord(Record):
     """Bytes of each file of the folder that belong to this record."""
     ettr: float | None = None
     ettr_losses: dict[str, float] = Field(default_factory=dict)
+    accounted: bool = False
+    """Whether the account of its time is the last one."""
 
     @cached_property
     def settings(self) -> PretrainConfig:

@@ -402,13 +402,14 @@ class Supervisor:
         """ETTR of each job, from its events and metrics alone."""
         now = self._store.clock.time()
         for job, record in self._jobs.items():
-            last = self._accounted.get(job, 0.0)
-            final = record.over and last >= (record.ended or 0.0)
-            if record.started is None or final or (not record.over and now - last < ACCOUNT_SECONDS):
+            due = record.over or now - self._accounted.get(job, 0.0) >= ACCOUNT_SECONDS
+            if record.accounted or not due:
                 continue
             self._accounted[job] = now
-            found = account(Path(record.folder), now, record.settings.workers.max)
-            record.ettr, record.ettr_losses = found.ettr, dict(found.losses)
+            record.accounted = record.over
+            if record.started is not None:
+                found = account(Path(record.folder), now, record.settings.workers.max)
+                record.ettr, record.ettr_losses = found.ettr, dict(found.losses)
             self._store.put_job(job, record.to_store())
 
 
