@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from evalsched.evaluate import EvaluationResult, Progress, evaluate
+from evalsched.report_command import report_command as report_command
+from evalsched.report_command import retry_command as retry_command
 from evalsched.types import EvalSettings
 from planner.errors import BadInputError, PreemptedError, one_line
 

@@ -25,6 +25,7 @@ from evalsched.feeding import MAX_ATTEMPTS, OutView, WorkerView, assign
 from evalsched.ledger import Ledger
 from evalsched.messages import ANSWERS, RUN_SHARD, WARM, Answers, Ended, Left, RunShard, Warm, infer_queue
 from evalsched.models import ModelFacts
+from evalsched.reports import refresh_report
 from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare, shard_costs
 from evalsched.scoring import ScoreOutcome
 from evalsched.shards import cut
@@ -478,6 +479,7 @@ class Conductor:
         )  # fmt: skip
         outcome = score(job)
         keep_scores(self.ledger, run.prepared.trials, outcome)
+        refresh_report(Path(run.spec.output))
         run.timings["score_seconds"] = time.monotonic() - started
         return outcome
 

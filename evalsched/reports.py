@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import jinja2
 from evalsched.charts import Line, Point, line_chart, sparkline
 from evalsched.comparison import Delta
 from evalsched.report_data import Evaluated, ReportData, Score, read_report
+from planner.errors import PlanariaError, one_line
 from planner.files import write_atomic, write_json
+
+log = logging.getLogger("planaria.report")
 
 _LOSS_NAMES = {
     "checkpoint_stall": "checkpoint stall",
@@ -345,3 +349,17 @@ def to_html(data: ReportData) -> str:
 def to_markdown(data: ReportData) -> str:
     """The report as Markdown."""
     return _environment().get_template("report.md.j2").render(**_context(data))
+
+
+def refresh_report(output: Path) -> Path | None:
+    """Renew the report of the job whose results folder ``output`` is (or of that folder alone); its HTML's path.
+
+    A report that cannot be made is logged and never fails the evaluation whose results are already there.
+    """
+    job = output.parent.parent
+    folder = job if output.parent.name == "reports" and (job / "events.jsonl").is_file() else output
+    try:
+        return write_report(folder)
+    except (PlanariaError, OSError, jinja2.TemplateError) as error:
+        log.warning("action=report.failed folder=%s reason=%s", folder, one_line(error))
+        return None
