@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -422,6 +423,9 @@ def uncordon(node: str, state_dir: StateDir = None, url: Url = None) -> None:
 
 def main() -> None:
     """Entry point: errors raised on purpose are one line on stderr and their own exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign gets "?", not a traceback
     try:
         app()
     except PlanariaError as error:

@@ -16,9 +16,9 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from tests.support.redis import redis_of_session, store  # noqa: E402, F401
-
 import hypothesis  # noqa: E402
+
+from tests.support.redis import redis_of_session, store  # noqa: E402, F401
 
 # Machines are shared: how long an example takes says nothing about the code.
 hypothesis.settings.register_profile("planaria", deadline=None)
