@@ -17,6 +17,8 @@ from typing import Any
 
 from planner.messages import RankSpec
 from planner.pretrain_config import PretrainConfig
+from planner.stdlib_corpus import library_folder
+from tests.support.rank_server import ForkedRank, RankServer
 
 DEADLINE_SECONDS = 120.0
 
@@ -24,7 +26,7 @@ TINY: dict[str, Any] = {
     "name": "tiny",
     "workers": {"min": 1, "max": 8},
     "model": {"layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "heads": 4, "kv_heads": 2, "seq_length": 32},
-    "data": {"train": ["stdlib"]},
+    "data": {"train": [str(library_folder() / name) for name in ("argparse.py", "difflib.py", "tarfile.py")]},
     "batch": {"global": 10, "micro": 2},
     "optimizer": {"lr": 2.0e-3, "min_lr": 2.0e-4, "warmup_steps": 2},
     "steps": 6,
@@ -70,7 +72,7 @@ class Ranks:
     """Ranks of one incarnation, under way."""
 
     folder: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes] | ForkedRank] = field(default_factory=list)
     store: Any = None
 
     def output(self, rank: int) -> list[dict[str, Any]]:
@@ -122,9 +124,15 @@ class Ranks:
 
 
 def start_ranks(
-    config: PretrainConfig, world: int, job_folder: Path, *, incarnation: int = 1, **fields: Any
+    config: PretrainConfig,
+    world: int,
+    job_folder: Path,
+    *,
+    incarnation: int = 1,
+    server: RankServer | None = None,
+    **fields: Any,
 ) -> Ranks:
-    """Start ``world`` ranks with a rendezvous store in this process."""
+    """Start ``world`` ranks with a rendezvous store in this process, as new processes or forked by ``server``."""
     from torch.distributed import TCPStore
 
     job_folder.mkdir(parents=True, exist_ok=True)
@@ -147,13 +155,18 @@ def start_ranks(
         spec = RankSpec(**(values | fields))
         path = ranks.folder / f"rank-{rank}.json"
         path.write_text(spec.model_dump_json(by_alias=True))
-        with (ranks.folder / f"rank-{rank}.out").open("wb") as out, (ranks.folder / f"rank-{rank}.err").open("wb") as err:
-            ranks.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "pretrain.rank", str(path)], stdout=out, stderr=err, start_new_session=True
-                )
-            )
+        out, err = ranks.folder / f"rank-{rank}.out", ranks.folder / f"rank-{rank}.err"
+        out.touch()
+        err.touch()
+        ranks.processes.append(server.start(path, out, err) if server else _spawn(path, out, err))
     return ranks
+
+
+def _spawn(spec: Path, out: Path, err: Path) -> subprocess.Popen[bytes]:
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pretrain.rank", str(spec)], stdout=stdout, stderr=stderr, start_new_session=True
+        )
 
 
 def run_ranks(
