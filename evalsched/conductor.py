@@ -27,7 +27,7 @@ from evalsched.messages import ANSWERS, RUN_SHARD, WARM, Answers, Ended, Left, R
 from evalsched.models import ModelFacts
 from evalsched.reports import refresh_report
 from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare, shard_costs
-from evalsched.scoring import ScoreOutcome
+from evalsched.scoring import ScoreJob, ScoreOutcome
 from evalsched.shards import cut
 from evalsched.types import RequestId, Response, Shard, digest_of
 from planner.errors import BadInputError, FencedError, MissingServiceError, PlanariaError, one_line
@@ -58,6 +58,7 @@ class Conductor:
         app: Celery application on the same Redis.
         device: what the workers' engines run on.
         kill_worker: ends a worker that hangs.
+        scorer: scores a run whose responses are all in; in a subprocess by default.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Conductor:
         *,
         device: str = "cpu",
         kill_worker: Callable[[str, str], None] = lambda worker, reason: None,
-        position: str = "",
+        scorer: Callable[[ScoreJob], ScoreOutcome] = score,
     ) -> None:
         self.store = store
         self.ledger = ledger
@@ -81,7 +82,8 @@ class Conductor:
         self._device = device
         self._kill = kill_worker
         self._reader = "evaluation.responses"
-        self._position = position or store.position(self._reader)
+        self._scorer = scorer
+        self._position = store.position(self._reader)
         self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="evaluation")
         self._work: dict[str, Future[Any]] = {}
         self._sent_model: dict[str, str] = {}
@@ -477,7 +479,7 @@ class Conductor:
             self.ledger, run.prepared.trials, run.prepared.recording, run.spec.settings, run.model.model,
             Path(run.spec.output), failed=run.failed, max_length=run.model.max_length, block=block,
         )  # fmt: skip
-        outcome = score(job)
+        outcome = self._scorer(job)
         keep_scores(self.ledger, run.prepared.trials, outcome)
         refresh_report(Path(run.spec.output))
         run.timings["score_seconds"] = time.monotonic() - started

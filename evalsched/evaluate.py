@@ -9,19 +9,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evalsched.digests import digest_of
 from evalsched.engine import EngineSettings
+from evalsched.evaluation import score
 from evalsched.ledger import Ledger, sqlite_url
 from evalsched.models import ModelFacts
 from evalsched.recording import RecordJob, check_settings, find_recording
 from evalsched.runs import Run, RunSpec
-from evalsched.scoring import ScoreOutcome
+from evalsched.scoring import ScoreJob, ScoreOutcome
 from evalsched.types import EvalSettings
 from planner.cluster import state_home
 from planner.errors import BadInputError, ExitCode, WorkFailedError
 from planner.events import TrialState
+
+if TYPE_CHECKING:
+    from evalsched.conductor import Conductor
+    from evalsched.local import LocalFleet
 
 _TOKEN = 1
 """Writers of a private ledger are equals: what they write is the same whoever writes it."""
@@ -167,34 +172,55 @@ def busy_folder(output: Path) -> Iterator[None]:
 
 
 def _run(spec: RunSpec, ledger: Ledger, workers: int, progress: Callable[[Progress], None]) -> Run:
-    from evalsched.app import make_app
-    from evalsched.conductor import Conductor
-    from evalsched.local import LocalFleet, device
+    from evalsched.local import LocalFleet
 
     threads = 1 if spec.engine.exact else max(1, len(os.sched_getaffinity(0)) // workers)
     with LocalFleet(workers, threads) as fleet:
-        if find_recording(RecordJob(settings=spec.settings, tokenizer=spec.model)) is None:
-            fleet.start()  # surely needed: they import while the requests are recorded
-        conductor = Conductor(fleet.store, ledger, make_app(fleet.store.url), device=device(), kill_worker=fleet.kill)
-        conductor.expected_workers = workers
-        run = conductor.add(spec)
-        try:
-            while not run.over:
-                now = time.time()
-                conductor.tick(now)
-                if run.state is TrialState.RUNNING and run.open and not fleet.running:
-                    fleet.start()
-                fleet.watch(conductor, now)
-                progress(_progress(run, conductor, now))
-                time.sleep(0.03)
-        finally:
-            conductor.close()
-    if run.error is not None:
-        raise run.error
-    return run
+        return run_to_end([spec], ledger, fleet, progress)[0]
 
 
-def _progress(run: Run, conductor: Any, now: float) -> Progress:
+def run_to_end(
+    specs: Sequence[RunSpec],
+    ledger: Ledger,
+    fleet: LocalFleet,
+    progress: Callable[[Progress], None] = lambda _: None,
+    scorer: Callable[[ScoreJob], ScoreOutcome] = score,
+) -> list[Run]:
+    """Run evaluations on a private fleet; its workers are started only when there is work for them.
+
+    Raises:
+        PlanariaError: what ended a run before it could be scored.
+    """
+    from evalsched.app import make_app
+    from evalsched.conductor import Conductor
+    from evalsched.local import device
+
+    if any(find_recording(RecordJob(settings=one.settings, tokenizer=one.model)) is None for one in specs):
+        fleet.start()  # surely needed: they import while the requests are recorded
+    app = make_app(fleet.store.url)
+    conductor = Conductor(fleet.store, ledger, app, device=device(), kill_worker=fleet.kill, scorer=scorer)
+    conductor.expected_workers = fleet.size
+    runs = [conductor.add(spec) for spec in specs]
+    try:
+        while not conductor.idle:
+            now = time.time()
+            conductor.tick(now)
+            if not fleet.running and any(run.state is TrialState.RUNNING and run.open for run in runs):
+                fleet.start()
+            fleet.watch(conductor, now)
+            progress(_progress(runs, conductor, now))
+            time.sleep(0.03)
+    finally:
+        conductor.close()
+        app.close()
+    for run in runs:
+        if run.error is not None:
+            raise run.error
+    return runs
+
+
+def _progress(runs: Sequence[Run], conductor: Conductor, now: float) -> Progress:
+    run = next((one for one in runs if not one.over), runs[-1])
     share, left = run.progress(now)
     total = len(run.prepared.open) if run.prepared else 0
     return Progress(

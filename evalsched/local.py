@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from planner.errors import MissingServiceError, one_line
 from planner.redis_server import RedisServer, start_redis
 from planner.store import ClusterStore
 
+WORKER = (sys.executable, "-m", "planner.cli", "worker")
 FRUITLESS_STARTS = 3
 """Workers that may end one after another without having served, before that is called the machine's fault."""
 
@@ -45,9 +46,11 @@ class LocalFleet:
     Args:
         workers: how many.
         threads: compute threads of each, on CPU.
+        program: what a worker is started with; ``--kind`` and ``--name`` follow.
     """
 
-    def __init__(self, workers: int, threads: int) -> None:
+    def __init__(self, workers: int, threads: int, program: Sequence[str] = WORKER) -> None:
+        self._program = tuple(program)
         self.folder = Path(tempfile.mkdtemp(prefix="planaria-eval-"))
         self._guard = Guard(self.folder)
         self._threads = threads
@@ -78,6 +81,11 @@ class LocalFleet:
                 self._spawn(number)
 
     @property
+    def size(self) -> int:
+        """How many workers it has when all are there."""
+        return self._count
+
+    @property
     def running(self) -> bool:
         """Whether any worker was started."""
         return self._started > 0
@@ -88,7 +96,7 @@ class LocalFleet:
         log = self.folder / f"{name}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "planner.cli", "worker", "--kind", "infer", "--name", name],
+                [*self._program, "--kind", "infer", "--name", name],
                 env=self._environment(number),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
