@@ -131,6 +131,7 @@ def dashboard_command(*, port: int, state_dir: Path | None, url: str | None) -> 
         listener.bind(("127.0.0.1", port))
     except (OSError, OverflowError) as error:
         raise BadInputError(f"--port {port}: cannot be bound on 127.0.0.1 ({error}); 0 takes a free one") from None
+    listener.listen(64)  # who reads the address may connect at once
     page = f"http://127.0.0.1:{listener.getsockname()[1]}/"
     if folder.is_dir() and os.access(folder, os.W_OK):
         write_json(folder / "dashboard.json", {"url": page, "pid": os.getpid()})

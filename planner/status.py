@@ -173,7 +173,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *,
         return
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row))
     console.print(table)
