@@ -1,0 +1,163 @@
+"""The allocator's figures (issue "The cost-aware allocator"): plans, the next-event table, look-ups, optimality."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from planner.event_table import build, foreseen
+from planner.placement import Request, place
+from planner.solver import solve
+from planner.topology import Topology
+from planner.types import Node
+from tests.bench.figures import Figure
+from tests.support.allocator_cases import brute_force, large_case, random_case
+
+JOBS, GPUS, COUNTS = 64, 16_384, 24
+
+
+def measure(quick: bool = False) -> list[Figure]:
+    """All figures; ``quick`` takes fewer runs."""
+    runs = 5 if quick else 20
+    return [
+        *_plans(runs),
+        *_tables(1 if quick else 3),
+        _look_up(),
+        _thousand_jobs(2 if quick else 5),
+        _optimality(400 if quick else 2000),
+        _placement(),
+        _command(2 if quick else 5),
+    ]
+
+
+def _timed(action: Callable[[], object], runs: int) -> list[float]:
+    """Seconds of each run."""
+    found = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        action()
+        found.append(time.perf_counter() - started)
+    return found
+
+
+def _figure(name: str, seconds: list[float], unit: str, scale: float, bar: float, note: str = "") -> Figure:
+    values = [second * scale for second in seconds]
+    median = statistics.median(values)
+    return Figure(
+        name=name, value=median, unit=unit, bar=f"< {bar:g} {unit}", reached=median < bar, runs=len(values),
+        low=min(values), high=max(values), note=note,
+    )  # fmt: skip
+
+
+def _plans(runs: int) -> list[Figure]:
+    figures = []
+    for unit, words, bar in ((8, "nodes of 8", 50.0), (1, "single GPUs", 150.0)):
+        cases = [large_case(JOBS, GPUS, COUNTS, unit, seed) for seed in range(runs)]
+        times = [_timed(lambda case=case: solve(*case), 1)[0] for case in cases]  # type: ignore[misc]
+        figures.append(_figure(f"plan, {JOBS} jobs on {GPUS} GPUs in {words}, ties broken", times, "ms", 1e3, bar))
+    tied = large_case(JOBS, GPUS, COUNTS, 1, seed=0, linear=True)
+    times = _timed(lambda: solve(*tied), min(runs, 5))
+    figures.append(_figure("the same in single GPUs, every full plan tied", times, "ms", 1e3, 150.0, "linear scaling"))
+    return figures
+
+
+def _tables(runs: int) -> list[Figure]:
+    figures = []
+    for unit, words in ((8, "nodes of 8"), (1, "single GPUs")):
+        cluster, jobs = large_case(JOBS, GPUS, COUNTS, unit, seed=1)
+        candidate = replace(jobs[0], name="newcomer", workers=0)
+        events = len(list(foreseen(cluster, jobs, (), candidate)))
+        times = _timed(lambda c=cluster, j=jobs, n=candidate: build(c, j, (), n), runs)  # type: ignore[misc]
+        figures.append(_figure(f"next-event table, {words}", times, "s", 1.0, 2.0, f"{events} events"))
+    return figures
+
+
+def _look_up() -> Figure:
+    cluster, jobs = large_case(JOBS, GPUS, COUNTS, 8, seed=1)
+    table = build(cluster, jobs)
+    # A state that was read anew is equal to the table's, but no object of it is the same.
+    fresh = pickle.loads(pickle.dumps(jobs))
+    times = []
+    for event in foreseen(cluster, jobs):
+        started = time.perf_counter()
+        answer = table.answer(cluster, fresh, event)
+        times.append(time.perf_counter() - started)
+        assert answer is not None
+    return _figure("answer for a foreseen event, checks included", times, "ms", 1e3, 1.0)
+
+
+def _thousand_jobs(runs: int) -> Figure:
+    cases = [large_case(1000, 100_000, COUNTS, 8, seed) for seed in range(runs)]
+    times = [_timed(lambda case=case: solve(*case), 1)[0] for case in cases]  # type: ignore[misc]
+    return _figure("plan, 1,000 jobs on 100,000 GPUs in nodes of 8", times, "s", 1.0, 2.0)
+
+
+def _optimality(cases: int) -> Figure:
+    worst, wrong = 0.0, 0
+    for number in range(cases):
+        cluster, jobs = random_case(random.Random(f"bench/{number}"))
+        plan = solve(cluster, jobs)
+        best, expected = brute_force(cluster, jobs)
+        worst = max(worst, abs(plan.objective - best) / (abs(best) or 1.0))
+        wrong += dict(plan.assignments) != expected
+    return Figure(
+        name="distance from brute force, relative",
+        value=worst,
+        unit="",
+        bar="≤ 1e-9, same plan",
+        reached=worst <= 1e-9 and not wrong,
+        runs=cases,
+        note=f"{cases} cases, {wrong} other plans than the order of ties wants",
+    )
+
+
+def _placement() -> Figure:
+    topology = Topology(tuple(Node(name=f"n{i:04d}", slots=8, switch=f"s{i // 32:02d}") for i in range(GPUS // 8)))
+    pool = [slot for node in topology.nodes for slot in node.slot_list()]
+    held = [frozenset(pool[index * 240 : (index + 1) * 240]) for index in range(JOBS)]
+    requests = [Request(job=f"j{i:02d}", count=240, group=8, held=held[i]) for i in range(JOBS)]
+    requests[0] = replace(requests[0], count=160)
+    requests[1] = replace(requests[1], count=320)
+    return _figure(
+        "placement after one event, 2,048 nodes", _timed(lambda: place(topology, requests), 3), "s", 1.0, 2.0
+    )
+
+
+def _command(runs: int) -> Figure:
+    cluster, jobs = large_case(12, 512, 12, 8, seed=3)
+    lines = [f"cluster: {{gpus: {cluster.gpus}}}", "jobs:"]
+    for job in jobs:
+        rates = dict(zip(job.profile.counts, job.profile.flops, strict=True))
+        lines.append(
+            f"  - {{name: {job.name}, workers: {job.workers}, throughput: {json.dumps(rates).replace(chr(34), '')}}}"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.yaml"
+        path.write_text("\n".join(lines))
+        command = [sys.executable, "-m", "planner.cli", "plan", str(path), "--json"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        times = _timed(lambda: subprocess.run(command, check=True, capture_output=True, env=environment), runs)
+    return _figure("planaria plan as a command, 12 jobs", times, "s", 1.0, 1.0)
+
+
+def main() -> None:
+    """Print the figures as a table and as JSON."""
+    from tests.bench.figures import table, to_json
+
+    figures = measure("--quick" in sys.argv)
+    print(table(figures))
+    print(json.dumps(to_json(figures)))
+
+
+if __name__ == "__main__":
+    main()
