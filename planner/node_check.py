@@ -24,6 +24,10 @@ SLOW_GATHER = 2.5
 """A group's all-gather is slow at this many times the median of all groups of the round."""
 
 
+GATHER_FLOOR_SECONDS = 0.05
+"""No all-gather of the check's size (1 MB a node) below this is slow: on shared hosts short times are noise."""
+
+
 class NodeState(StrEnum):
     """What the check says of a node."""
 
@@ -202,7 +206,7 @@ def _usual_gather(groups: Iterable[GroupResult]) -> float | None:
 
 def _is_odd(group: GroupResult, usual: float | None) -> bool:
     time = group.gather_seconds()
-    return time is None or (usual is not None and time > SLOW_GATHER * usual)
+    return time is None or (usual is not None and time > max(SLOW_GATHER * usual, GATHER_FLOOR_SECONDS))
 
 
 def _odd_groups(groups: Sequence[GroupResult]) -> list[GroupResult]:

@@ -23,7 +23,7 @@ def cluster(seed: int, *, dead: str | None = None, slow: str | None = None, link
 
     def measure(group: tuple[str, ...]) -> GroupResult:
         broken = dead in group or nic in group or (link is not None and set(link) <= set(group))
-        gather = 0.02 * (8.0 if slow_nic in group else 1.0) * (3.0 if slow in group else 1.0)
+        gather = 0.03 * (8.0 if slow_nic in group else 1.0) * (3.0 if slow in group else 1.0)
         results = {}
         for node in group:
             compute = None if node == dead else 0.1 * (2.0 if node == slow else 1.0) * noise.uniform(0.95, 1.05)
