@@ -119,7 +119,7 @@ def join(
         os.environ["NCCL_SOCKET_IFNAME"] = interface
     try:
         store = TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=store_seconds))
-    except dist.DistStoreError as error:
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise MissingServiceError(
             f"rendezvous store {store_host}:{store_port} does not answer within {store_seconds:.0f} s"
         ) from error

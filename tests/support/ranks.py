@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -82,14 +82,23 @@ class Ranks:
 
     def wait_for_step(self, step: int, rank: int = 0, seconds: float = DEADLINE_SECONDS) -> None:
         """Return once ``rank`` has completed ``step``."""
+
+        def reached() -> bool:
+            return any(message["kind"] == "step" and message["step"] >= step for message in self.output(rank))
+
+        self.wait_for(reached, rank, seconds)
+
+    def wait_for(self, condition: Callable[[], bool], rank: int = 0, seconds: float = DEADLINE_SECONDS) -> None:
+        """Return once ``condition`` holds; an assertion error if ``rank`` ends or time passes without it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if any(message["kind"] == "step" and message["step"] >= step for message in self.output(rank)):
+            ended = self.processes[rank].poll() is not None
+            if condition():
                 return
-            if self.processes[rank].poll() is not None:
+            if ended:
                 break
             time.sleep(0.02)
-        raise AssertionError(f"rank {rank} did not reach step {step}:\n{self.log(rank)[-3000:]}")
+        raise AssertionError(f"rank {rank} did not come to what was waited for:\n{self.log(rank)[-3000:]}")
 
     def log(self, rank: int) -> str:
         """What ``rank`` wrote to standard error."""
@@ -124,7 +133,7 @@ class Ranks:
 
 
 def start_ranks(
-    config: PretrainConfig,
+    config: PretrainConfig | Sequence[PretrainConfig],
     world: int,
     job_folder: Path,
     *,
@@ -132,7 +141,10 @@ def start_ranks(
     server: RankServer | None = None,
     **fields: Any,
 ) -> Ranks:
-    """Start ``world`` ranks with a rendezvous store in this process, as new processes or forked by ``server``."""
+    """Start ``world`` ranks with a rendezvous store in this process, as new processes or forked by ``server``.
+
+    ``config`` is that of all ranks, or a list with one for each.
+    """
     from torch.distributed import TCPStore
 
     job_folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +162,7 @@ def start_ranks(
             "token": "token",
             "agent_socket": None,
             "job_folder": str(job_folder),
-            "config": config,
+            "config": config if isinstance(config, PretrainConfig) else config[rank],
         }
         spec = RankSpec(**(values | fields))
         path = ranks.folder / f"rank-{rank}.json"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import socket
 
 import pytest
 
-from planner.errors import BadInputError
+from planner.errors import BadInputError, MissingServiceError
 from pretrain import device
-from pretrain.parallel import interface_of, layout
+from pretrain.parallel import interface_of, join, layout
 
 device.prepare()
 
@@ -37,6 +38,14 @@ def test_the_loopback_has_an_interface() -> None:
     assert interface_of("127.0.0.1") == interface_of("127.0.0.9")
     assert interface_of("127.0.0.1") is not None
     assert interface_of("203.0.113.77") is None
+
+
+def test_a_store_that_does_not_answer_is_a_missing_service() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(MissingServiceError, match=rf"rendezvous store 127\.0\.0\.1:{port} does not answer"):
+            join(layout(0, 1, 1, 1), store_host="127.0.0.1", store_port=port, prefix="job/1", store_seconds=1.0)
 
 
 @pytest.mark.parametrize("size", [1, 64, 258, 50257])
