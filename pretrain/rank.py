@@ -1,7 +1,8 @@
 """One training process: ``python -m pretrain.rank SPEC.json``.
 
 Reads its spec, connects to its agent, joins the others, builds or loads the model, trains. Exit codes: 0 done,
-1 an exception (told to the agent first), 2 bad input, 3 the agent or the store is gone, 4 preempted.
+1 an exception (told to the agent first), 2 bad input, 3 the agent or the store is gone, 4 preempted, 5 no
+checkpoint can be used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import BadInputError, ExitCode, MissingServiceError, PlanariaError, one_line
+from planner.errors import BadInputError, ExitCode, GivenUpError, MissingServiceError, PlanariaError, one_line
 
 if TYPE_CHECKING:
     from planner.messages import RankSpec
@@ -117,7 +118,7 @@ def _train(spec: RankSpec, channel: Channel, signals: _Signals) -> int:
         why = trainer.run()
     except BaseException as error:
         _tell_exception(channel, error, trainer)
-        if isinstance(error, (BadInputError, MissingServiceError)):
+        if isinstance(error, (BadInputError, MissingServiceError, GivenUpError)):
             print(one_line(error), file=sys.stderr, flush=True)
             return error.exit_code
         traceback.print_exc()
