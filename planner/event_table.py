@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from planner.objective import options, spare_options
 from planner.program import Program, Solution
-from planner.solver import describe, solve, to_plan
+from planner.solver import describe, solve
 from planner.splice import Spliced
 from planner.types import Cluster, ClusterEvent, Decision, Job, Trigger
 
@@ -99,8 +99,7 @@ def build(
         tables = _tables(after, state, candidate if change == 0 else None)
         for event in events:
             _, then = event.apply(cluster, state)
-            plan = to_plan(after, then, _solution(tables, after, then, event))
-            decision = describe(after, then, plan, event.trigger)
+            decision = describe(after, then, _solution(tables, after, then, event), event.trigger)
             decisions[_key(event)] = decision
             by_state.setdefault((after, then), decision)
     return EventTable(cluster, state, candidate, decisions, by_state)

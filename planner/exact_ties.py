@@ -60,7 +60,7 @@ def _any_best(options: Sequence[Options], prefix: Floats) -> list[int]:
 
 
 def _changes(options: Sequence[Options], choice: Sequence[int]) -> int:
-    return sum(bool(option.changed()[index]) for option, index in zip(options, choice, strict=True))
+    return sum(bool(option.changed[index]) for option, index in zip(options, choice, strict=True))
 
 
 def _extended(layer: Layer, option: Options, bounds: Floats, tail: int, threshold: float) -> Layer:
@@ -70,7 +70,7 @@ def _extended(layer: Layer, option: Options, bounds: Floats, tail: int, threshol
     low = int(states[0])
     most = values.shape[1]
     result: Floats = np.full((tail - low + 1, most), -inf)
-    changed = option.changed().tolist()
+    changed = option.changed.tolist()
     for count, value, change in zip(option.counts.tolist(), option.values.tolist(), changed, strict=True):
         inside = int(np.searchsorted(states, tail - count, side="right"))
         if not inside:
@@ -89,7 +89,7 @@ def _walk(options: Sequence[Options], layers: Sequence[Layer], threshold: float,
     choice: list[int] = []
     for position, option in enumerate(options):
         states, values = layers[position + 1]
-        changed = option.changed()
+        changed = option.changed
         pick, reach = 0, -inf
         for index, count in enumerate(option.counts.tolist()):
             rest = changes - int(changed[index])

@@ -68,7 +68,12 @@ def objective(cluster: Cluster, jobs: Sequence[Job], assignments: Mapping[str, i
         count = assignments[job.name]
         total += price(job, count, cluster).value
         used += count
-    return total + sum(cluster.spare_values[: max(cluster.gpus - used, 0)])
+    return total + spare_worth(cluster, cluster.gpus - used)
+
+
+def spare_worth(cluster: Cluster, unassigned: int) -> float:
+    """What the unassigned slots are worth as spares (FLOP); 0 where spares are off."""
+    return sum(cluster.spare_values[: max(unassigned, 0)], 0.0)
 
 
 def options(job: Job, cluster: Cluster) -> Options:

@@ -19,7 +19,7 @@ A tolerance is no order, so it cannot be folded into the comparison of single st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, inf
 
@@ -50,12 +50,13 @@ class Options:
     values: Floats
     current: int | None
     group: int = 1
+    changed: NDArray[np.bool_] = field(init=False, repr=False)
+    """Which of the counts change the job."""
 
-    def changed(self) -> NDArray[np.bool_]:
-        """Which of the counts change the job."""
-        if self.current is None:
-            return np.zeros(len(self.counts), dtype=np.bool_)
-        return np.not_equal(self.counts, self.current)
+    def __post_init__(self) -> None:
+        none = np.zeros(len(self.counts), dtype=np.bool_)
+        changed = none if self.current is None else np.not_equal(self.counts, self.current)
+        object.__setattr__(self, "changed", changed)
 
     def without(self, count: int) -> Options:
         """The same choices less one; 0 stays in the list, at a value that is never taken, if it is the one."""
@@ -242,7 +243,7 @@ def price_of_change(tie: float, noise: float) -> float:
 
 def gains(option: Options, change: float) -> Floats:
     """Values less λ for each count that is a change."""
-    return option.values - change * option.changed()
+    return option.values - change * option.changed
 
 
 def settle(

@@ -57,6 +57,10 @@ class Row:
 
     def _extended_thin(self, counts: Integers, gains: Floats, size: int) -> Row:
         assert self.index is not None
+        if len(self.index) == 1:  # the usual case where nothing is tied: already in order
+            states = counts + self.index[0]
+            fit = int(np.searchsorted(states, size, side="right"))
+            return Row(states[:fit], gains[:fit] + self.values[0])
         states = np.add.outer(self.index, counts).ravel()
         values = np.add.outer(self.values, gains).ravel()
         inside = states <= size

@@ -7,8 +7,9 @@ The optimisation itself is :mod:`planner.program`; the equations are in :mod:`pl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from planner.objective import SPARE, objective, options, price, spare_options
+from planner.objective import options, price, spare_options, spare_worth
 from planner.program import Options, Program, Solution
 from planner.types import Alternative, Cluster, Decision, Job, JobPrice, Plan, Trigger
 
@@ -35,9 +36,17 @@ def solve(cluster: Cluster, jobs: Sequence[Job], ceilings: Mapping[int, int] | N
 
 def to_plan(cluster: Cluster, jobs: Sequence[Job], solution: Solution) -> Plan:
     """A program's solution as a plan, in the jobs' order; the objective is summed in that order."""
+    return _priced(cluster, jobs, solution)[0]
+
+
+def _priced(cluster: Cluster, jobs: Sequence[Job], solution: Solution) -> tuple[Plan, tuple[JobPrice, ...]]:
     assignments = {job.name: solution.counts[job.name] for job in jobs}
-    used = sum(assignments.values())
-    return Plan(assignments, cluster.gpus - used, objective(cluster, jobs, assignments) + 0.0)
+    prices = tuple(price(job, assignments[job.name], cluster) for job in jobs)
+    total = 0.0
+    for item in prices:
+        total += item.value
+    left = cluster.gpus - sum(assignments.values())
+    return Plan(assignments, left, total + spare_worth(cluster, left) + 0.0), prices
 
 
 def decide(cluster: Cluster, jobs: Sequence[Job], trigger: Trigger | None = None, explain: bool = False) -> Decision:
@@ -47,23 +56,17 @@ def decide(cluster: Cluster, jobs: Sequence[Job], trigger: Trigger | None = None
     second-best plan of all).
     """
     whole = program(cluster, jobs)
-    plan = to_plan(cluster, jobs, whole.solve())
-    others = runner_ups(cluster, jobs, plan, whole) if explain else ()
-    return describe(cluster, jobs, plan, trigger, others)
+    solution = whole.solve()
+    decision = describe(cluster, jobs, solution, trigger)
+    if not explain:
+        return decision
+    return replace(decision, alternatives=runner_ups(cluster, jobs, decision.plan, whole))
 
 
-def describe(
-    cluster: Cluster,
-    jobs: Sequence[Job],
-    plan: Plan,
-    trigger: Trigger | None = None,
-    alternatives: tuple[Alternative, ...] = (),
-) -> Decision:
-    """A plan with the price of each job and the reason in words."""
-    prices = tuple(price(job, plan.assignments[job.name], cluster) for job in jobs)
-    return Decision(
-        plan=plan, reason=reason(cluster, jobs, plan, prices), prices=prices, alternatives=alternatives, trigger=trigger
-    )
+def describe(cluster: Cluster, jobs: Sequence[Job], solution: Solution, trigger: Trigger | None = None) -> Decision:
+    """A solution as a plan with the price of each job and the reason in words."""
+    plan, prices = _priced(cluster, jobs, solution)
+    return Decision(plan=plan, reason=reason(cluster, jobs, plan, prices), prices=prices, trigger=trigger)
 
 
 def runner_ups(
@@ -137,6 +140,3 @@ def _waiting(job: Job, cluster: Cluster, plan: Plan) -> str:
         f"{job.name} waits: it needs at least {least} slot{'s' * (least > 1)}, {plan.unassigned} unassigned, "
         f"{least - plan.unassigned} missing; what the other jobs do with them is worth more"
     )
-
-
-__all__ = ["SPARE", "decide", "describe", "program", "reason", "runner_ups", "solve", "to_plan"]

@@ -6,6 +6,7 @@ one unit. A *count* is a number of slots of one job (``workers`` in configs and 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -108,16 +109,14 @@ class ThroughputProfile:
 
     def rate(self, count: int) -> float:
         """Aggregate FLOP/s at ``count``; 0 where it is not listed."""
-        for listed, flops in zip(self.counts, self.flops, strict=True):
-            if listed == count:
-                return flops
-        return 0.0
+        place = bisect_left(self.counts, count)
+        return self.flops[place] if place < len(self.counts) and self.counts[place] == count else 0.0
 
     def layout(self, count: int) -> Layout | None:
         """The layout at ``count``, where one is known."""
-        if not self.layouts or count not in self.counts:
-            return None
-        return self.layouts[self.counts.index(count)]
+        place = bisect_left(self.counts, count)
+        listed = place < len(self.counts) and self.counts[place] == count
+        return self.layouts[place] if self.layouts and listed else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +146,8 @@ class Job:
 
     def feasible(self, slots: int) -> tuple[int, ...]:
         """Listed counts that reach the minimum and fit ``slots``, ascending; 0 is always possible besides."""
-        return tuple(count for count in self.profile.counts if self.min_workers <= count <= slots)
+        counts = self.profile.counts
+        return counts[bisect_left(counts, self.min_workers) : bisect_right(counts, slots)]
 
     def with_fault(self) -> Job:
         """The same job having lost a worker."""

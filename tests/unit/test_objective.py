@@ -75,8 +75,8 @@ def test_options_list_zero_and_the_feasible_counts_that_fit() -> None:
     small = replace(CLUSTER, gpus=20)
     assert options(job(), small).counts.tolist() == [0, 8, 16]
     assert options(job(min_workers=9), small).counts.tolist() == [0, 16]
-    assert options(job(), small).changed().tolist() == [True, False, True]
-    assert options(job(faulted=True), small).changed().tolist() == [True, False, True]
+    assert options(job(), small).changed.tolist() == [True, False, True]
+    assert options(job(faulted=True), small).changed.tolist() == [True, False, True]
 
 
 def test_a_value_beyond_floating_point_is_refused() -> None:
