@@ -131,6 +131,19 @@ def backlog_of(
     )
 
 
+def training_jobs(view: ClusterView, held: Mapping[str, int], before: Mapping[str, int]) -> tuple[Job, ...]:
+    """The training demands as jobs; a faulted one counts from what it held before the fault (DESIGN.md)."""
+    typical = typical_rate(view.demands)
+    found: list[Job] = []
+    for demand in view.demands:
+        if demand.kind != EVALUATION:
+            count = held.get(demand.holder, 0)
+            if demand.faulted:
+                count = max(count, before.get(demand.holder, 0))
+            found.append(job_of(demand, count, typical))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class CostAware:
     """``planner(view, slots) -> Decision`` for :func:`planner.allocation.allocate`."""
@@ -139,11 +152,15 @@ class CostAware:
     table: EventTable | None = None
     """Foreseen plans; asked first where the state is one of its states."""
 
-    def __call__(self, view: ClusterView, slots: int, now: float = 0.0) -> Decision:
-        """Counts per holder for ``slots`` usable slots."""
-        held = _held(view)
-        typical = typical_rate(view.demands)
-        jobs = tuple(job_of(d, held.get(d.holder, 0), typical) for d in view.demands if d.kind != EVALUATION)
+    def __call__(
+        self, view: ClusterView, slots: int, now: float = 0.0, before: Mapping[str, int] | None = None
+    ) -> Decision:
+        """Counts per holder for ``slots`` usable slots.
+
+        ``now`` (s) is what ``Demand.since`` is counted to; ``before`` holds the counts before the present faults.
+        """
+        held = held_slots(view)
+        jobs = training_jobs(view, held, before or {})
         evaluation = [demand for demand in view.demands if demand.kind == EVALUATION]
         if slots <= 0:
             counts = dict.fromkeys((demand.holder for demand in view.demands), 0)
@@ -193,7 +210,7 @@ def _keeping(training: Decision, holder: str, held: int) -> Decision:
     return replace(training, plan=plan, reason=training.reason + said)
 
 
-def _held(view: ClusterView) -> dict[str, int]:
+def held_slots(view: ClusterView) -> dict[str, int]:
     """Slots that each demand's holder has now, on the allocator's own nodes; those being taken back do not count."""
     own = {node.name for node in view.nodes if node.own is not None}
     held: dict[str, int] = {}

@@ -1,0 +1,142 @@
+"""The cost-aware decision as the allocator's loop runs it: with the table of next events built in the background.
+
+The decision itself stays pure (:mod:`planner.cost_aware`); here is what it takes to have the answer before the event:
+the counts before a fault, and a thread that plans every next event while nothing happens.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from planner.allocation import Allocation, ClusterView, allocate
+from planner.cost_aware import EVALUATION, CostAware, CostSettings, cluster_of, held_slots, training_jobs
+from planner.event_table import EventTable, build
+from planner.lending import LendingPolicy
+from planner.loading import Settings, load
+from planner.types import Cluster, Decision, Job
+
+SETTINGS_FILE = "allocator.yaml"
+"""Name of the settings file in the state directory; defaults hold without it."""
+MOST_JOBS = 256
+"""With more jobs no table is built: planning one event takes less time than keeping so many up to date."""
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class AllocatorSettings(Settings):
+    """``allocator.yaml``: what slots cost and how they fail."""
+
+    mtbf_gpu_hours: Positive = 12000.0
+    """Mean slot-hours between failures; D_running = mtbf_gpu_hours·3600/slots seconds."""
+    gpus_per_node: Annotated[int, Field(gt=0)] = 8
+    """Slots that a lost node takes along, for the table of next events."""
+    price_per_gpu_hour: Amount = 0.0
+    """Currency per slot-hour; counts only together with ``flop_value``."""
+    flop_value: Amount = 0.0
+    """FLOP that one currency unit is worth."""
+    repair_seconds: Amount = 0.0
+    """Seconds until a lost slot is back; with ``spares`` above 0, slots are held in reserve where that pays."""
+    spares: Annotated[int, Field(ge=0)] = 0
+    """Most slots held in reserve."""
+    stop_probability: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """How likely a report stops or rolls back the run that it judges (unverified default)."""
+    horizon_bound_seconds: Positive = 900.0
+    """Longest lending horizon."""
+    ageing_seconds: Positive = 3600.0
+    """A waiting report's probability grows by 1 each time that it has waited this long."""
+
+    def costs(self) -> CostSettings:
+        """As the planner takes them."""
+        return CostSettings(
+            mtbf_gpu_hours=self.mtbf_gpu_hours,
+            gpus_per_node=self.gpus_per_node,
+            price_per_gpu_hour=self.price_per_gpu_hour,
+            flop_value=self.flop_value,
+            repair_seconds=self.repair_seconds,
+            spares=self.spares,
+            stop_probability=self.stop_probability,
+            lending=LendingPolicy(horizon_bound=self.horizon_bound_seconds, ageing_seconds=self.ageing_seconds),
+        )
+
+
+def read_settings(state_dir: Path | None) -> CostSettings:
+    """The settings of a state directory, or the defaults.
+
+    Raises:
+        BadInputError: the file is there and wrong.
+    """
+    path = None if state_dir is None else state_dir / SETTINGS_FILE
+    return load(AllocatorSettings, path).costs() if path is not None and path.exists() else CostSettings()
+
+
+class Foresight:
+    """``decide(view, now)`` for :class:`planner.service.Allocator`."""
+
+    def __init__(self, settings: CostSettings | None = None) -> None:
+        self._planner = CostAware(settings or CostSettings())
+        self._before: dict[str, int] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="next-events")
+        self._building: Future[EventTable] | None = None
+        self._seen: tuple[Cluster, tuple[Job, ...]] | None = None
+
+    def __call__(self, view: ClusterView, now: float) -> Allocation:
+        """Decide, and see to it that the next events are being planned."""
+        slots = 0
+
+        def planner(seen: ClusterView, count: int) -> Decision:
+            nonlocal slots
+            slots = count
+            return self._planner(seen, count, now, self._before)
+
+        self._collect()
+        allocation = allocate(view, now, planner)
+        self._look_ahead(view, slots)
+        return allocation
+
+    @property
+    def table(self) -> EventTable | None:
+        """The newest complete table."""
+        self._collect()
+        return self._planner.table
+
+    def close(self) -> None:
+        """End the thread; a table under way is finished first."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _collect(self) -> None:
+        if self._building is not None and self._building.done():
+            self._planner = replace(self._planner, table=self._building.result())
+            self._building = None
+
+    def _look_ahead(self, view: ClusterView, slots: int) -> None:
+        held = held_slots(view)
+        faulted = {demand.holder for demand in view.demands if demand.faulted}
+        self._before = {
+            demand.holder: self._before.get(demand.holder, 0)
+            if demand.holder in faulted
+            else held.get(demand.holder, 0)
+            for demand in view.demands
+        }
+        if slots <= 0 or faulted or self._building is not None:
+            return  # while something is being healed, what comes next is not the next event of this state
+        jobs = training_jobs(view, held, {})
+        state = (cluster_of(slots, jobs, self._planner.settings), jobs)
+        if state != self._seen and 0 < len(jobs) <= MOST_JOBS:
+            self._seen = state
+            self._building = self._thread.submit(build, *state, _shared_nodes(view))
+
+
+def _shared_nodes(view: ClusterView) -> list[frozenset[str]]:
+    """Sets of training jobs that one node carries, where there are several."""
+    by_node: dict[str, set[str]] = {}
+    for lease in view.leases:
+        if not lease.holder.startswith(f"{EVALUATION}:"):
+            by_node.setdefault(lease.node, set()).add(lease.holder)
+    known = {demand.holder for demand in view.demands if demand.kind != EVALUATION}
+    return sorted({frozenset(names & known) for names in by_node.values() if len(names & known) > 1}, key=sorted)
