@@ -1,8 +1,9 @@
 """Where survivors of a fault go on: what each still holds, made into one plan that all of them compute alike.
 
 Survivors are at most one collective apart: a collective that completed on one was entered by all. A *position* is
-``(attempt, stage)``: attempts at steps are counted through, and each goes through the stages gradient, validate,
-save. Who is behind the leaders catches up without any collective, since the leaders know every result that it lacks
+``(attempt, stage)``: attempts at steps are counted through, and each goes through the stages gradient, norm,
+validate, save. Who is behind the leaders catches up without any collective, since the leaders know every result
+that it lacks
 (loss, norm, validation loss). What is left to agree on is the attempt whose gradient nobody has finished.
 """
 
@@ -18,10 +19,11 @@ from planner.microbatches import Shares, reassign
 class Stage(IntEnum):
     """Parts of an attempt at a step that end with a collective, in order."""
 
-    GRADIENT = 0
-    VALIDATE = 1
-    SAVE = 2
-    LEAVE = 3  #: all steps are done or a stop is agreed: the last save
+    GRADIENT = 0  #: micro-batches, reduction, agreement
+    NORM = 1  #: norm of the gradient; then the update, which needs no collective
+    VALIDATE = 2
+    SAVE = 3
+    LEAVE = 4  #: all steps are done or a stop is agreed: the last save
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Alignment:
     """What the new incarnation does first. Equal on all ranks."""
 
     lead: tuple[int, Stage]
-    """The position that everybody is brought to."""
+    """The position that everybody is brought to (back from the norm to the gradient, where a newcomer joins there)."""
     keep: frozenset[int] = frozenset()
     """Replicas whose accumulated gradient is kept; the others begin the attempt with empty buffers."""
     todo: Shares = ()
@@ -82,10 +84,13 @@ def align(standings: Sequence[Standing], micro_batches: int) -> Alignment:
         raise MisalignedError(f"survivors are at attempts {last[0]} to {lead[0]}, which no single fault explains")
     replicas = 1 + max(standing.replica for standing in standings)
     place = (lead[0], Stage(lead[1]))
+    joined = any(standing.newcomer for standing in standings)
+    if joined and lead[1] == Stage.NORM:
+        place = (lead[0], Stage.GRADIENT)  # a newcomer has no gradient to take the norm of: do the step again
+        return Alignment(place, todo=reassign(micro_batches, {}, replicas))
     if lead[1] != Stage.GRADIENT:
         return Alignment(place)
     finished = frozenset.intersection(*(s.reduced if s.position == lead else frozenset() for s in holders))
-    joined = any(standing.newcomer for standing in standings)
     if joined and any(standing.reduced for standing in holders):
         # A newcomer has no copy of a finished bucket, and survivors no clean one to begin from: do the step again.
         return Alignment(place, todo=reassign(micro_batches, {}, replicas))

@@ -110,6 +110,8 @@ class RankStep(Message):
     workers: int
     """World size in this step."""
     ids: list[int]
+    batch: list[int] = []
+    """On rank 0: the samples of the whole global batch, each of which the step's agreement has counted once."""
     incarnation: int
     valid_loss: float | None = None
     time: float

@@ -16,13 +16,16 @@ from planner.errors import BadInputError
 from planner.events import Action
 from planner.messages import RankCheckpoint, RankNote, RankPhase, RankSpec
 from planner.pretrain_config import PretrainConfig
-from pretrain import data, device, model, optimizer, parallel, recovery, snapshot, tokenizer
+from pretrain import data, device, healing, model, optimizer, parallel, recovery, regroup, snapshot, tokenizer
 from pretrain.channel import Channel
 from pretrain.checkpoint import Parts
+from pretrain.collective import Membership
 from pretrain.data import Corpus, Samples
 from pretrain.faults import Injector
 from pretrain.order import SampleOrder
+from pretrain.parallel import Layout
 from pretrain.published import Fence
+from pretrain.reform import Orders, Reformer, Waiting
 from pretrain.saving import PublishedCheckpoints, checkpoint_folder
 from pretrain.snapshots import first_on_node, memory_dir, open_snapshots
 from pretrain.state import TrainState
@@ -46,62 +49,128 @@ def cache_folder(job_folder: Path) -> Path:
 
 
 def assemble(spec: RankSpec, channel: Channel) -> Trainer:
-    """Read the data, join the other ranks, build the model and load its state.
+    """Read the data, join the other ranks, build the model and load its state, from disk or from a peer.
 
     Raises:
         BadInputError: data, tokenizer or layout cannot work; found before the other ranks are waited for.
         MissingServiceError: the rendezvous store does not answer.
         GivenUpError: there are checkpoints, and none can be used.
+        DismissedError: it was to join a running job, and is not needed any more.
     """
-    config = spec.config
     where = device.prepare(spec.device)
     torch.set_num_threads(spec.threads)
-    layout = parallel.layout(spec.rank, spec.world_size, config.parallel.tensor, config.parallel.pipeline)
-    text = _prepare_text(config, Path(spec.job_folder))
-    parallel.join(
-        layout,
-        store_host=spec.store_host,
-        store_port=spec.store_port,
-        prefix=f"{spec.job}/{spec.incarnation}",
-        bind_address=spec.bind_address,
-    )
-    _same_data_everywhere(text.corpus.train.digest)
-    parallel.seed_generators(config.seed)
-    vocabulary = model.padded_vocabulary(text.tokenizer.size, config.parallel.tensor)
-    chunk = model.wrap(model.build(config, vocabulary))
-    optim = optimizer.build_optimizer(config, [chunk])
-    injector = Injector(config.faults, spec.fired_faults, spec.origin_rank, channel.send)
-    order = SampleOrder(text.samples.count, config.seed)
-    fresh = TrainState(seed=config.seed, incarnation=spec.incarnation, data_digest=text.corpus.train.digest)
-    checkpoints = PublishedCheckpoints(
-        folder=checkpoint_folder(config, Path(spec.job_folder)),
-        fence=Fence(spec.job, spec.incarnation, spec.lease_token),
-        parts=Parts(model=chunk, optimizer=optim, state=fresh, config=config, vocabulary=vocabulary),
-        channel=channel,
-        injector=injector,
-    )
-    state = _load(spec, checkpoints, channel, text.corpus.train.digest)
-    return Trainer(
-        config=config,
-        incarnation=spec.incarnation,
-        machine=Machine(layout, chunk, optim, text.samples, order.index, injector, where),
-        schedule=optimizer.build_schedule(config, optim),
-        order=order,
-        state=state,
-        channel=channel,
-        checkpoints=checkpoints,
-        validation=_validation(config, text.corpus, where),
-        stop=StopRequest(),
-        job_folder=Path(spec.job_folder),
-        snapshots=open_snapshots(
-            checkpoints.parts,
+    text = _prepare_text(spec.config, Path(spec.job_folder))
+    reformer = Reformer(spec, Orders(), {}, spec.rank)
+    if spec.joining:
+        return _join_running(spec, channel, text, where, reformer)
+    layout = parallel.layout(spec.rank, spec.world_size, spec.config.parallel.tensor, spec.config.parallel.pipeline)
+    membership = Membership(spec.incarnation)
+    with membership.joining():
+        parallel.join(
             layout,
+            store_host=spec.store_host,
+            store_port=spec.store_port,
+            prefix=f"{spec.job}/{spec.incarnation}",
+            bind_address=spec.bind_address,
+        )
+    _same_data_everywhere(text.corpus.train.digest)
+    built = _Built(spec, channel, text, where, layout, membership, reformer)
+    state = _load(spec, built.checkpoints, channel, text.corpus.train.digest)
+    return built.trainer(state)
+
+
+def _join_running(spec: RankSpec, channel: Channel, text: _Text, where: torch.device, reformer: Reformer) -> Trainer:
+    """Prepared: say so, wait for the order, and join the running ranks with the state that a peer sends."""
+    waiting = Waiting(reformer.orders)
+    channel.listen(waiting.on_agent)
+    channel.send(RankPhase(phase="ready", step=0, time=time.time()))
+    order = reformer.await_order(spec.incarnation, None)
+    layout = reformer.layout_of(order)
+    channel.rename(order.incarnation, layout.rank)
+    membership = Membership(order.incarnation)
+    waiting.watch(membership, layout)
+    reformer.connect(order, layout, membership)
+    spec = spec.model_copy(update={"incarnation": order.incarnation, "rank": layout.rank})
+    built = _Built(spec, channel, text, where, layout, membership, reformer)
+    built.injector.forget(order.fired_faults)
+    trainer = built.trainer(built.checkpoints.parts.state)
+    channel.listen(trainer.on_agent)
+    healing.enter(trainer, order, newcomer=True)
+    return trainer
+
+
+class _Built:
+    """The parts of a rank whose groups are in place: model, optimizer, checkpoints, snapshots."""
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        channel: Channel,
+        text: _Text,
+        where: torch.device,
+        layout: Layout,
+        membership: Membership,
+        reformer: Reformer,
+    ) -> None:
+        config = spec.config
+        parallel.seed_generators(config.seed)
+        vocabulary = model.padded_vocabulary(text.tokenizer.size, config.parallel.tensor)
+        chunk = model.wrap(model.build(config, vocabulary))
+        optim = optimizer.build_optimizer(config, [chunk])
+        reformer.installed = regroup.present()
+        self.spec, self.channel, self.text, self.reformer = spec, channel, text, reformer
+        self.injector = Injector(config.faults, spec.fired_faults, spec.origin_rank, channel.send)
+        self.order = SampleOrder(text.samples.count, config.seed)
+        fresh = TrainState(seed=config.seed, incarnation=spec.incarnation, data_digest=text.corpus.train.digest)
+        self.machine = Machine(
+            layout, chunk, optim, text.samples, self.order.index, self.injector, where, membership=membership
+        )
+        self.checkpoints = PublishedCheckpoints(
+            folder=checkpoint_folder(config, Path(spec.job_folder)),
+            fence=Fence(spec.job, spec.incarnation, spec.lease_token),
+            parts=Parts(model=chunk, optimizer=optim, state=fresh, config=config, vocabulary=vocabulary),
+            channel=channel,
+            injector=self.injector,
+        )
+
+    def trainer(self, state: TrainState) -> Trainer:
+        """The trainer that begins with ``state`` (collective among the ranks that start together)."""
+        spec, machine, checkpoints = self.spec, self.machine, self.checkpoints
+        healable = spec.agent_socket is not None and regroup.can_swap(machine.chunk)
+        snapshots = open_snapshots(
+            checkpoints.parts,
+            machine.layout,
             fence=checkpoints.fence,
-            tell=channel.send,
+            tell=self.channel.send,
             memory=memory_dir(),
-            first_replica_here=first_on_node(layout, platform.node() + spec.bind_address),
-        ),
-    )
+            first_replica_here=False if spec.joining else self._first_here(machine.layout),
+        )
+
+        def on_reformed(layout: Layout, incarnation: int) -> None:
+            checkpoints.fence = Fence(spec.job, incarnation, spec.lease_token)
+            checkpoints.claim()
+            snapshots.reformed(layout, checkpoints.fence, memory=memory_dir(), first_here=self._first_here(layout))
+
+        return Trainer(
+            config=spec.config,
+            incarnation=spec.incarnation,
+            machine=machine,
+            schedule=optimizer.build_schedule(spec.config, machine.optimizer),
+            order=self.order,
+            state=state,
+            channel=self.channel,
+            checkpoints=checkpoints,
+            validation=_validation(spec.config, self.text.corpus, machine.device),
+            stop=StopRequest(),
+            job_folder=Path(spec.job_folder),
+            snapshots=snapshots,
+            reformer=self.reformer if healable else None,
+            on_reformed=on_reformed,
+            parts=checkpoints.parts,
+        )
+
+    def _first_here(self, layout: Layout) -> bool:
+        return first_on_node(layout, platform.node() + self.spec.bind_address)
 
 
 def _prepare_text(config: PretrainConfig, job_folder: Path) -> _Text:

@@ -44,6 +44,9 @@ class Channel(Protocol):
     def listen(self, handler: Handler) -> None:
         """Call ``handler`` with every message of the agent, from another thread, those already here first."""
 
+    def rename(self, incarnation: int, rank: int) -> None:
+        """The rank re-formed: if it has to say hello again, then under its new name."""
+
     def close(self) -> None:
         """Send what is kept, if that is possible at once, and stop."""
 
@@ -75,6 +78,9 @@ class ListChannel:
         else:
             self._handler(message)
 
+    def rename(self, incarnation: int, rank: int) -> None:
+        """Nobody asks for a name."""
+
     def close(self) -> None:
         """Note that it was closed."""
         self.closed = True
@@ -95,6 +101,9 @@ class StreamChannel:
 
     def listen(self, handler: Handler) -> None:
         """Nothing ever comes."""
+
+    def rename(self, incarnation: int, rank: int) -> None:
+        """Nobody asks for a name."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -151,6 +160,11 @@ class SocketChannel:
             self._handler = handler
         for message in early:
             handler(message)
+
+    def rename(self, incarnation: int, rank: int) -> None:
+        """Say hello under this name from the next connection on; the agent knows it for this one."""
+        with self._lock:
+            self._hello = self._hello.model_copy(update={"incarnation": incarnation, "rank": rank})
 
     def close(self) -> None:
         """Wait briefly for kept messages to go, then close."""

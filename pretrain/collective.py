@@ -17,10 +17,10 @@ import socket
 import stat
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 
 from planner.errors import PlanariaError
-
 
 SWEEP_SECONDS = 0.02
 """Pause between two looks for new connections of a rank that was told to leave while it joins."""
@@ -44,6 +44,9 @@ class Membership:
         self._lock = threading.Lock()
         self._foreign: frozenset[int] | None = None
         self._own: frozenset[int] = frozenset()
+        self._private = False
+        self.deferred = False
+        """True where it was left without shutting anything down, since this rank was blocked in nothing."""
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
@@ -66,6 +69,23 @@ class Membership:
                 self._shut_down()
         self.check()
 
+    @contextlib.contextmanager
+    def private(self) -> Iterator[None]:
+        """A region that talks to nobody outside this rank's replica: a deferred :meth:`leave` lets it end first.
+
+        Raises:
+            CollectiveLeftError: at once or at the end, if the collective was left.
+        """
+        with self._lock:
+            self.check()
+            self._private = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._private = False
+        self.check()
+
     def check(self) -> None:
         """Raise if the collective was left; call it between the parts of a step that run no collective.
 
@@ -75,14 +95,22 @@ class Membership:
         if self.left.is_set():
             raise CollectiveLeftError(f"incarnation {self.incarnation} was left: {self.reason}")
 
-    def leave(self, reason: str) -> bool:
-        """See :func:`leave_collective`."""
+    def leave(self, reason: str, *, defer: bool = False) -> bool:
+        """See :func:`leave_collective`; with ``defer`` a region :meth:`private` is not disturbed.
+
+        What was deferred is left in earnest by the next call without ``defer``.
+        """
         with self._lock:
             first = not self.left.is_set()
             if first:
                 self.reason = reason
                 self.left.set()
-        if self._shut_down() and first:
+            if defer and (self._private or self.deferred):
+                self.deferred = True
+                return first
+            in_earnest = first or self.deferred
+            self.deferred = False
+        if self._shut_down() and in_earnest:
             threading.Thread(target=self._sweep, name="leave-collective", daemon=True).start()
         return first
 
@@ -102,17 +130,22 @@ class Membership:
         return joining
 
 
-def leave_collective(membership: Membership, reason: str) -> bool:
+def leave_collective(membership: Membership, reason: str, *, defer: bool = False) -> bool:
     """Get this rank out of every collective of its incarnation, at once, and make its peers raise.
 
     Callable from any thread, any number of times; it waits for nobody. Whatever the main thread is blocked in (a
     collective, a point-to-point transfer, the rendezvous) raises there; the main thread then drops the groups with
     :func:`pretrain.parallel.leave`, which nobody else may do.
 
+    Args:
+        membership: the incarnation to leave.
+        reason: for the error that the main thread sees.
+        defer: the broken ranks are not of this replica: let a region :meth:`Membership.private` come to its end.
+
     Returns:
         True for the call that came first.
     """
-    return membership.leave(reason)
+    return membership.leave(reason, defer=defer)
 
 
 def shut_down_sockets(inodes: frozenset[int]) -> int:
@@ -179,3 +212,25 @@ def _abort_nccl() -> None:
             backend = group._get_backend(torch.device("cuda"))
             if hasattr(backend, "abort"):
                 backend.abort()
+
+
+_COLLECTIVES = {
+    "all_reduce": "reduce",
+    "reduce_scatter": "reduce",
+    "broadcast": "broadcast",
+    "broadcast_object_list": "broadcast",
+    "all_gather": "gather",
+    "all_gather_object": "gather",
+    "barrier": "barrier",
+    "batch_isend_irecv": "pipeline",
+    "send": "pipeline",
+    "recv": "pipeline",
+}
+
+
+def collective_of(error: BaseException) -> str | None:
+    """Which collective an exception came out of: the outermost frame inside torch.distributed's operations, if any."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "distributed_c10d" in frame.filename and frame.name in _COLLECTIVES:
+            return _COLLECTIVES[frame.name]
+    return None

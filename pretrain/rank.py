@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import BadInputError, ExitCode, GivenUpError, MissingServiceError, PlanariaError, one_line
+from pretrain.collective import collective_of
 
 if TYPE_CHECKING:
     from planner.messages import RankSpec
@@ -117,6 +118,9 @@ def _train(spec: RankSpec, channel: Channel, signals: _Signals) -> int:
         channel.listen(trainer.on_agent)
         why = trainer.run()
     except BaseException as error:
+        if type(error).__name__ == "DismissedError":
+            print(one_line(error), file=sys.stderr, flush=True)
+            return ExitCode.DONE
         _tell_exception(channel, error, trainer)
         if isinstance(error, (BadInputError, MissingServiceError, GivenUpError)):
             print(one_line(error), file=sys.stderr, flush=True)
@@ -143,28 +147,6 @@ def _tell_exception(channel: Channel, error: BaseException, trainer: Trainer | N
             time=time.time(),
         )
     )
-
-
-_COLLECTIVES = {
-    "all_reduce": "reduce",
-    "reduce_scatter": "reduce",
-    "broadcast": "broadcast",
-    "broadcast_object_list": "broadcast",
-    "all_gather": "gather",
-    "all_gather_object": "gather",
-    "barrier": "barrier",
-    "batch_isend_irecv": "pipeline",
-    "send": "pipeline",
-    "recv": "pipeline",
-}
-
-
-def collective_of(error: BaseException) -> str | None:
-    """Which collective an exception came out of: the outermost frame inside torch.distributed's operations, if any."""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if "distributed_c10d" in frame.filename and frame.name in _COLLECTIVES:
-            return _COLLECTIVES[frame.name]
-    return None
 
 
 def _leave_groups() -> None:

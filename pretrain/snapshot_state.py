@@ -151,9 +151,9 @@ def load(snapshot: SnapshotSet, parts: Parts) -> TrainState:
         if shards_optimizer(parts.optimizer):
             loaded = _assembled(parts, pieces, common)
             return checkpoint.restore(parts, loaded)
-        for value in _targets(parts):
+        for value in targets(parts):
             _fill(value, pieces)
-        return _restore_plain(parts, common)
+        return restore_plain(parts, common)
 
 
 def needed(snapshot: SnapshotSet, parts: Parts) -> list[Shard]:
@@ -175,7 +175,8 @@ def needed(snapshot: SnapshotSet, parts: Parts) -> list[Shard]:
     return list(snapshot.shards)
 
 
-def _targets(parts: Parts) -> list[ShardedTensor]:
+def targets(parts: Parts) -> list[ShardedTensor]:
+    """This rank's live tensors, weights and optimizer state, with their names and places in the whole model."""
     state = checkpoint.collect(parts, loading=True)
     with device.emulation():
         sharded, _ = save_preprocess(state, validate_access_integrity=False)
@@ -230,7 +231,7 @@ def _data_of(value: Any) -> Any:
     return value.data
 
 
-def _restore_plain(parts: Parts, common: dict[str, Any]) -> TrainState:
+def restore_plain(parts: Parts, common: dict[str, Any]) -> TrainState:
     """What is not a tensor: parameter groups, the optimizer's step, the schedule, the training state."""
     if parts.optimizer is not None:
         inner = getattr(parts.optimizer, "chained_optimizers", [parts.optimizer])

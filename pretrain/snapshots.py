@@ -65,6 +65,12 @@ class Snapshots:
             self.writer.finish()
             self.writer.wait_committed()
 
+    def reformed(self, layout: Layout, fence: Fence, *, memory: Path | None, first_here: bool) -> None:
+        """Go on under a new incarnation; a rank whose node lost the replica that copied takes over."""
+        self.fence, self.speaks = fence, layout.rank == 0
+        if self.writer is None and memory is not None and first_here:
+            self.writer = _writer(layout, fence.job, memory, self.clock)
+
     def close(self, *, completed: bool, memory: Path | None) -> None:
         """Stop copying. A completed job's memory is given back; otherwise the files stay for the recovery."""
         if self.writer is None:
@@ -124,17 +130,21 @@ def open_snapshots(
     sharded = parts.optimizer is not None and snapshot_state.shards_optimizer(parts.optimizer)
     writer = None
     if memory is not None and (first_replica_here or sharded):
-        coordinate = snapshot.Coordinate(
-            tensor=layout.tensor,
-            pipeline=layout.pipeline,
-            tensor_rank=layout.tensor_rank,
-            pipeline_rank=layout.pipeline_rank,
-            replica=layout.data_rank if sharded else 0,
-            replicas=layout.data if sharded else 1,
-        )
-        writer = SnapshotWriter(snapshot.job_dir(memory, fence.job), coordinate, clock=clock.monotonic)
+        writer = _writer(layout, fence.job, memory, clock, sharded=sharded)
     every = parts.config.checkpoint.snapshot_every_steps
     return Snapshots(parts, fence, every, writer, tell, clock, speaks=layout.rank == 0)
+
+
+def _writer(layout: Layout, job: str, memory: Path, clock: Clock, *, sharded: bool = False) -> SnapshotWriter:
+    coordinate = snapshot.Coordinate(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        tensor_rank=layout.tensor_rank,
+        pipeline_rank=layout.pipeline_rank,
+        replica=layout.data_rank if sharded else 0,
+        replicas=layout.data if sharded else 1,
+    )
+    return SnapshotWriter(snapshot.job_dir(memory, job), coordinate, clock=clock.monotonic)
 
 
 def first_on_node(layout: Layout, node: str) -> bool:

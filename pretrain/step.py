@@ -6,9 +6,10 @@ are reduced, so that a step can be taken up again by other ranks after a fault.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from torch import distributed as dist
 from planner.microbatches import Shares, assign
 from planner.pretrain_config import FaultKind, Phase
 from pretrain import device
+from pretrain.collective import Membership
 from pretrain.data import Samples
 from pretrain.faults import Injector, distort_loss
 from pretrain.parallel import Layout
@@ -84,6 +86,10 @@ class Machine:
     """Sample id → index in ``samples``."""
     injector: Injector
     device: torch.device
+    membership: Membership = field(default_factory=lambda: Membership(0))
+    """This rank's part in the incarnation's collectives."""
+    spares: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Memory for the copies of gradient buckets from before their reduction, by bucket group."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ class Agreement:
     """Mean loss per token of the global batch."""
     stop: str | None
     """A reason from :data:`STOPS` if any rank was told to stop."""
+    regroup: bool = False
+    """Whether any rank was told to re-form at this step's end."""
 
 
 @dataclass
@@ -102,6 +110,8 @@ class StepWork:
 
     machine: Machine
     plan: StepPlan
+    own: tuple[int, ...] = ()
+    """Micro-batches that were this replica's from the start."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time by part of the step."""
     done: list[int] = field(default_factory=list)
@@ -110,6 +120,12 @@ class StepWork:
     """Summed loss of each micro-batch done; on ranks of the last pipeline stage."""
     reduced: list[int] = field(default_factory=list)
     """Indices of the gradient buckets whose reduction is complete."""
+    clean: bool = True
+    """False while a micro-batch is under way: an interrupted one leaves a part of its gradient in the buffers."""
+    copied: bool = False
+    """Whether the machine's spares hold this attempt's gradients from before the reduction."""
+    finished: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Reduced buckets of an earlier incarnation, to be put back after micro-batches were run again."""
 
     def begin(self) -> None:
         """Empty the gradient buffers and forget what was done."""
@@ -119,33 +135,75 @@ class StepWork:
         self.done.clear()
         self.loss_sums.clear()
         self.reduced.clear()
+        self.finished.clear()
+        self.clean, self.copied = True, False
+
+    def take_up(self, keep: bool, finished: Collection[int]) -> None:
+        """Bring the buffers to where a new incarnation goes on (:func:`planner.alignment.align`).
+
+        Args:
+            keep: whether this replica's accumulated gradient counts; else it begins with empty buffers.
+            finished: buckets that all survivors had reduced: their values stay, all others lose what the
+                reduction did to them.
+        """
+        values = {index: self.finished.get(index) or self._clone(index) for index in finished}
+        if not keep:
+            self.begin()
+        elif self.copied:
+            for index, copies in self.machine.spares.items():
+                if index not in values:
+                    for bucket, copy in zip(self._buckets(index), copies, strict=True):
+                        bucket.grad_data.copy_(copy)
+        self.finished = values
+        self.reduced = sorted(values)
+        self.copied = False
+
+    def _buckets(self, index: int) -> list[Any]:
+        return list(self.machine.chunk.bucket_groups[index].buckets)
+
+    def _clone(self, index: int) -> list[torch.Tensor]:
+        return [bucket.grad_data.clone() for bucket in self._buckets(index)]
 
     # ------------------------------------------------------------ forward and backward
 
-    def accumulate(self, micro_batches: Sequence[int]) -> None:
-        """Add the gradients of ``micro_batches``: of this replica's summed loss over the global batch's tokens."""
-        with self._timed("forward_backward"), self.machine.chunk.no_sync():
-            if self.machine.layout.pipeline > 1:
-                self._accumulate_pipelined(micro_batches)
-            else:
-                for micro_batch in micro_batches:
-                    self._accumulate_one(micro_batch)
+    def accumulate(self, micro_batches: Sequence[int], *, forward_only: bool = False) -> None:
+        """Add the gradients of ``micro_batches``: of this replica's summed loss over the global batch's tokens.
 
-    def _accumulate_one(self, micro_batch: int) -> None:
+        With ``forward_only`` the gradients are there already, and only the losses are measured.
+
+        Raises:
+            CollectiveLeftError: the incarnation was left meanwhile; what was done stays done.
+        """
+        machine = self.machine
+        gradients = torch.no_grad() if forward_only else contextlib.nullcontext()
+        with self._timed("forward_backward"), machine.chunk.no_sync(), machine.membership.private(), gradients:
+            if machine.layout.pipeline > 1:
+                self._accumulate_pipelined(micro_batches, forward_only)
+                return
+            for micro_batch in micro_batches:
+                self._accumulate_one(micro_batch, forward_only)
+                if machine.layout.tensor == 1:
+                    machine.membership.check()
+
+    def _accumulate_one(self, micro_batch: int, forward_only: bool) -> None:
         step, nth = self.plan.step, len(self.done)
+        self.clean = False
         effects = self.machine.injector.fire(Phase.FORWARD, step, nth)
         losses = self._forward(self.machine.chunk, self._tokens(micro_batch))
         loss_sum = distort_loss(losses.sum(), effects)
         self.machine.injector.fire(Phase.BACKWARD, step, nth)
-        (loss_sum / self.plan.tokens).backward()
+        if not forward_only:
+            (loss_sum / self.plan.tokens).backward()
         self.loss_sums[micro_batch] = loss_sum.item()
         self.done.append(micro_batch)
+        self.clean = True
 
-    def _accumulate_pipelined(self, micro_batches: Sequence[int]) -> None:
+    def _accumulate_pipelined(self, micro_batches: Sequence[int], forward_only: bool) -> None:
         """All micro-batches through Megatron's pipeline schedule; they count as done together, at its end."""
         if not micro_batches:
             return
-        queue = iter(list(enumerate(micro_batches)))
+        queue = iter(list(enumerate(micro_batches, start=len(self.done))))
+        self.clean = False
         with device.emulation():
             get_forward_backward_func()(
                 forward_step_func=self._pipeline_step,
@@ -154,15 +212,17 @@ class StepWork:
                 num_microbatches=len(micro_batches),
                 seq_length=self.plan.seq_length,
                 micro_batch_size=self.plan.micro,
-                forward_only=False,
+                forward_only=forward_only,
             )
         self.done.extend(micro_batches)
+        self.clean = True
 
     def _pipeline_step(self, queue: Iterator[tuple[int, int]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         nth, micro_batch = next(queue)
         effects = self.machine.injector.fire(Phase.FORWARD, self.plan.step, nth)
         output: torch.Tensor = self._forward(model, self._tokens(micro_batch))
-        output.register_hook(partial(self._fire_backward, nth))  # type: ignore[no-untyped-call]
+        if output.requires_grad:
+            output.register_hook(partial(self._fire_backward, nth))  # type: ignore[no-untyped-call]
         return output, partial(self._pipeline_loss, micro_batch, effects)
 
     def _fire_backward(self, nth: int, gradient: torch.Tensor) -> None:
@@ -192,9 +252,14 @@ class StepWork:
         """Sum the gradients over the replicas, bucket by bucket, then those of tied embeddings over the pipeline."""
         with self._timed("reduce"):
             self.machine.injector.fire(Phase.REDUCE, self.plan.step)
-            for index, bucket in enumerate(self.machine.chunk.bucket_groups):
+            for index, values in self.finished.items():
+                for bucket, value in zip(self._buckets(index), values, strict=True):
+                    bucket.grad_data.copy_(value)
+            if self.machine.layout.data > 1:
+                self._copy_buckets()
+            for index, bucket_group in enumerate(self.machine.chunk.bucket_groups):
                 if index not in self.reduced:
-                    bucket.finish_grad_sync()
+                    bucket_group.finish_grad_sync()
                     self.reduced.append(index)
             if self.machine.layout.pipeline > 1:
                 _allreduce_word_embedding_grads(
@@ -204,25 +269,45 @@ class StepWork:
                     parallel_state.get_pipeline_model_parallel_group(),
                 )
 
-    def agree(self, stop: str | None) -> Agreement:
-        """Exchange the loss and the wish to stop: one small all-reduce over all ranks, in float64.
+    def reduced_for_good(self) -> frozenset[int]:
+        """Buckets that nothing but the optimizer changes any more. Tied embeddings are summed over the pipeline after
+        the buckets are reduced, in place, so there no bucket is ever certain."""
+        tied = self.machine.layout.pipeline > 1 and self.machine.chunk.module.share_embeddings_and_output_weights
+        return frozenset() if tied else frozenset(self.reduced)
+
+    def _copy_buckets(self) -> None:
+        """Keep what the reduction is about to change in place: after a failure in it, nobody knows what is in there."""
+        for index in range(len(self.machine.chunk.bucket_groups)):
+            if index not in self.reduced:
+                if index not in self.machine.spares:
+                    self.machine.spares[index] = [torch.empty_like(bucket.grad_data) for bucket in self._buckets(index)]
+                for bucket, spare in zip(self._buckets(index), self.machine.spares[index], strict=True):
+                    spare.copy_(bucket.grad_data)
+        self.copied = True
+
+    def agree(self, stop: str | None, *, regroup: bool = False) -> Agreement:
+        """Exchange the loss and the wishes to stop or re-form: one small all-reduce over all ranks, in float64.
 
         Raises:
             RuntimeError: the ranks together did not run every micro-batch exactly once.
         """
         with self._timed("reduce"):
             speaks = self.machine.layout.last_stage and self.machine.layout.tensor_rank == 0
-            own = [math.fsum(self.loss_sums.values()), float(len(self.done))] if speaks else [0.0, 0.0]
-            wishes = [1.0 if stop == reason else 0.0 for reason in STOPS]
-            exchanged = torch.tensor(own + wishes, dtype=torch.float64, device=self.machine.device)
+            times = [float(self.done.count(batch)) if speaks else 0.0 for batch in range(self.plan.micro_batches)]
+            own = [math.fsum(self.loss_sums.values()) if speaks else 0.0]
+            wishes = [1.0 if stop == reason else 0.0 for reason in STOPS] + [1.0 if regroup else 0.0]
+            exchanged = torch.tensor(own + times + wishes, dtype=torch.float64, device=self.machine.device)
             dist.all_reduce(exchanged)
-            loss_sum, micro_batches, *votes = exchanged.tolist()
-        if micro_batches != self.plan.micro_batches:
+            loss_sum, *counted = exchanged.tolist()
+        times, votes = counted[: self.plan.micro_batches], counted[self.plan.micro_batches :]
+        odd = {batch: int(count) for batch, count in enumerate(times) if count != 1.0}
+        if odd:
             raise RuntimeError(
-                f"step {self.plan.step}: the ranks ran {micro_batches:.0f} micro-batches of {self.plan.micro_batches}"
+                f"step {self.plan.step}: micro-batches that were not run exactly once, and how often: {odd}"
             )
-        wanted = [reason for reason, vote in zip(STOPS, votes, strict=True) if vote]
-        return Agreement(loss=loss_sum / self.plan.tokens, stop=wanted[-1] if wanted else None)
+        wanted = [reason for reason, vote in zip(STOPS, votes, strict=False) if vote]
+        stop = wanted[-1] if wanted else None
+        return Agreement(loss=loss_sum / self.plan.tokens, stop=stop, regroup=votes[-1] > 0)
 
     # ------------------------------------------------------------ update
 
@@ -231,6 +316,10 @@ class StepWork:
         with self._timed("optimizer"), device.emulation():
             self.machine.optimizer.prepare_grads()
             return float(self.machine.optimizer.get_grad_norm())
+
+    def prepare(self) -> None:
+        """What :meth:`gradient_norm` does besides, where the norm is known already."""
+        self.machine.optimizer.prepare_grads()
 
     def update(self, norm: float) -> None:
         """Clip by the ``norm`` that :meth:`gradient_norm` gave and take the optimizer's step."""

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from planner.alignment import Alignment, Stage
 from planner.clock import Clock, SystemClock
 from planner.events import Action
-from planner.messages import RankDone, RankNote, RankPhase, RankStep
+from planner.messages import RankDone, RankNote, RankPhase, RankStep, Reform
 from planner.pretrain_config import Phase, PretrainConfig
-from pretrain import parallel
+from pretrain import healing, parallel
 from pretrain.channel import AgentMessage, Channel
+from pretrain.checkpoint import Parts
+from pretrain.collective import leave_collective
 from pretrain.guard import Decision, NonFiniteError, Verdict, decide
 from pretrain.metrics import ScalarWriter
-from pretrain.optimizer import advance
+from pretrain.optimizer import advance as set_rate
 from pretrain.order import SampleOrder
+from pretrain.parallel import Layout
+from pretrain.reform import Facts, Reformer, on_leave
 from pretrain.snapshots import Snapshots, memory_dir
 from pretrain.state import TrainState, step_seed
 from pretrain.step import Agreement, Machine, StepPlan, StepWork, plan
@@ -67,6 +73,15 @@ class SaveRetry:
         return SaveRetry(self.failures + 1, step + (1 << self.failures))
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a replica runs of an attempt that is taken up again."""
+
+    micro_batches: tuple[int, ...]
+    forward_only: bool = False
+    """The gradients are there already; only the losses are missing."""
+
+
 @dataclass
 class Trainer:
     """One rank's training run. The parts that a re-form replaces (``machine``) stand apart from those that stay."""
@@ -92,20 +107,182 @@ class Trainer:
     snapshots: Snapshots | None = None
     """Copies of the state in host memory; None: that tier is off."""
 
+    reformer: Reformer | None = None
+    """What takes this rank into later incarnations; None: whatever breaks a collective ends the rank."""
+    on_reformed: Callable[[Layout, int], None] | None = None
+    """Called (collectively) when the groups of a new incarnation are in place, with the layout and its number."""
+    parts: Parts | None = None
+    """The live objects as checkpoints know them, to hand state to ranks that join."""
+    attempt: int = 0
+    """Attempts at steps so far; equal on all ranks at the same moment of the run."""
+    stage: Stage = Stage.GRADIENT
+    """Part of the attempt that is under way."""
+    work: StepWork | None = None
+    """The attempt in hand."""
+    share: Share | None = None
+    """What this replica runs of the attempt in hand where that is not the plan's share (after a re-form)."""
+    facts: Facts = field(default_factory=Facts)
+    retries: int = 0
+    skips: int = 0
+    told: RankStep | None = None
+    """The last step said."""
+    started: float = 0.0
+    """Monotonic time at which the step in hand began."""
+    catching_up: bool = False
+    """While it goes through stages whose results its peers know, it begins nothing of its own."""
+    settled: bool = False
+    """Whether this process has completed a step in the present incarnation."""
+
     def run(self) -> str:
         """Train until all steps are done or a stop is agreed; returns why, after saying ``done``.
 
         Raises:
             NonFiniteError: the guard gives up (:mod:`pretrain.guard`).
+            DismissedError: a new incarnation does without this rank.
         """
-        self.saved_step = self.state.step
-        first, why = True, "completed"
-        while self.state.step < self.config.steps:
-            self.enter("first_step" if first else "step")
-            why = self._one_step() or "completed"
-            first = False
-            if why != "completed":
-                break
+        self.saved_step = max(self.saved_step, self.state.step)
+        trouble: tuple[Exception, str | None] | None = None
+        while True:
+            try:
+                if trouble is not None:
+                    healing.heal(self, *trouble)
+                    trouble = None
+                while (why := self.advance()) is None:
+                    pass
+                return why
+            except Exception as error:
+                if self.reformer is None or not self.reformer.heals(error, self.machine.membership):
+                    raise
+                # The traceback holds the old groups; they must be able to go.
+                place = healing.place_of(error)
+                trouble = error.with_traceback(None), place
+
+    def on_agent(self, message: AgentMessage) -> None:
+        """Take a message of the agent (called in the channel's thread)."""
+        if message.kind == "stop":
+            self.stop.ask(message.why)
+        elif self.reformer is None:
+            return
+        elif isinstance(message, Reform):
+            self.reformer.orders.put(message)
+            if not message.at_boundary and message.incarnation > self.machine.membership.incarnation:
+                leave_collective(self.machine.membership, message.reason)
+        else:
+            on_leave(message, self.machine.membership, self.machine.layout)
+
+    # ------------------------------------------------------------ the stages of a step
+
+    def advance(self) -> str | None:
+        """Complete the stage in hand, from memory where its collective completed on a peer; returns why all is over.
+
+        Whatever raises leaves the stage as it is, so that it can be taken up again by other ranks.
+        """
+        if self.stage == Stage.GRADIENT:
+            if self.state.step >= self.config.steps:
+                self.stage = Stage.LEAVE
+            else:
+                self._gradient()
+        elif self.stage == Stage.NORM:
+            self._norm_and_update()
+        elif self.stage == Stage.VALIDATE:
+            self._validate_and_tell()
+        elif self.stage == Stage.SAVE:
+            self._save_and_turn()
+        else:
+            return self._leave()
+        return None
+
+    def _gradient(self) -> None:
+        work = self.work if self.work is not None else self.start_step()
+        agreement = self.facts.agreements.get(self.attempt)
+        if agreement is None:
+            share = self.share or Share(work.plan.shares[self.machine.layout.data_rank])
+            work.accumulate(share.micro_batches, forward_only=share.forward_only)
+            work.reduce()
+            agreement = work.agree(self.stop.why, regroup=self._wants_regroup())
+        self.facts.agreements[self.attempt] = agreement
+        self.share = None
+        self.stage = Stage.NORM
+
+    def _wants_regroup(self) -> bool:
+        if self.reformer is None:
+            return False
+        order = self.reformer.orders.newer_than(self.incarnation)
+        return order is not None and order.at_boundary
+
+    def _norm_and_update(self) -> None:
+        """Judge the gradient and act on it; but for the norm itself this is the same on every rank without a word."""
+        work = self.work
+        assert work is not None
+        agreement = self.facts.agreements[self.attempt]
+        rate = set_rate(self.schedule, work.plan.step)
+        norm = self.facts.norms.get(self.attempt)
+        if norm is None:
+            norm = work.gradient_norm()
+            self.facts.norms[self.attempt] = norm
+        else:
+            work.prepare()
+        policy = self.config.health.on_bad_gradient
+        decision = decide(policy, agreement.loss, norm, retries=self.retries, skips=self.skips)
+        if decision.verdict == Verdict.APPLY:
+            self._apply(work, agreement, norm, rate)
+            return
+        self._report_guard(work.plan, decision)
+        if decision.verdict == Verdict.RETRY:
+            self.retries += 1
+        elif decision.verdict == Verdict.SKIP:
+            self.retries, self.skips = 0, self.skips + 1
+            self.state.consumed_samples += len(work.plan.ids)
+            self.state.skipped.extend(work.plan.ids)
+        else:
+            raise NonFiniteError(f"step {work.plan.step}: {decision.reason}")
+        self._next_attempt()
+
+    def _apply(self, work: StepWork, agreement: Agreement, norm: float, rate: float) -> None:
+        if self.snapshots is not None:
+            self.snapshots.before_update()
+        work.update(norm)
+        self.retries = self.skips = 0
+        self.state.step = work.plan.step
+        self.state.consumed_samples += len(work.plan.ids)
+        if self.snapshots is not None:
+            self.state.incarnation = self.incarnation
+            self.snapshots.after_step(self.state)
+        seconds = self.clock.monotonic() - self.started
+        self.told = self._message(work, agreement, norm, rate, seconds)
+        self.stage = Stage.VALIDATE
+
+    def _validate_and_tell(self) -> None:
+        step = self.state.step
+        if step not in self.facts.valid:
+            self.facts.valid[step] = self._validate() if self._validates() else None
+        if self.told is not None and self.told.step == step:
+            self.told = self.told.model_copy(update={"valid_loss": self.facts.valid[step]})
+            self.tell()
+        self.settled = True
+        self.stage = Stage.SAVE
+
+    def _save_and_turn(self) -> None:
+        """Save where that is due, then begin the next attempt, stop, or re-form, as was agreed."""
+        step, agreement = self.state.step, self.facts.agreements[self.attempt]
+        due = step % self.config.checkpoint.every_steps == 0 or self.retry.due(step)
+        if due and step < self.config.steps and agreement.stop is None:
+            self._save()
+        if agreement.stop is not None:
+            self.stage = Stage.LEAVE
+            return
+        self._next_attempt()
+        if agreement.regroup:
+            healing.turn(self)
+
+    def _next_attempt(self) -> None:
+        self.attempt += 1
+        self.stage, self.work, self.share = Stage.GRADIENT, None, None
+        self.facts.forget(self.attempt, self.state.step)
+
+    def _leave(self) -> str:
+        agreement = self.facts.agreements.get(self.attempt)
+        why = (agreement.stop if agreement is not None else None) or "completed"
         if self.state.step > self.saved_step:
             self._save(insist=True)
         if self.snapshots is not None:
@@ -113,71 +290,31 @@ class Trainer:
         self._say_done(why)
         return why
 
-    def on_agent(self, message: AgentMessage) -> None:
-        """Take a message of the agent (called in the channel's thread)."""
-        if message.kind == "stop":
-            self.stop.ask(message.why)
-
-    # ------------------------------------------------------------ a step
-
-    def _one_step(self) -> str | None:
-        """Complete one optimizer step, then validate and save where that is due; returns a reason to stop."""
-        started = self.clock.monotonic()
-        work, agreement, norm, rate = self._attempt_until_applied()
-        self.state.step = work.plan.step
-        self.state.consumed_samples += len(work.plan.ids)
-        if self.snapshots is not None:
-            self.state.incarnation = self.incarnation
-            self.snapshots.after_step(self.state)
-        seconds = self.clock.monotonic() - started
-        valid = self._validate() if self._validates() else None
-        self._tell(work, agreement, norm, rate, seconds, valid)
-        due = self.state.step % self.config.checkpoint.every_steps == 0 or self.retry.due(self.state.step)
-        if due and self.state.step < self.config.steps and agreement.stop is None:
-            self._save()
-        return agreement.stop
-
-    def _attempt_until_applied(self) -> tuple[StepWork, Agreement, float, float]:
-        """Attempts of the step in hand until one is sound: retried or with the next samples, as the guard decides."""
-        retries = skips = 0
-        while True:
-            work = self.start_step()
-            agreement, norm, rate = self.finish_gradient(work)
-            decision = decide(self.config.health.on_bad_gradient, agreement.loss, norm, retries=retries, skips=skips)
-            if decision.verdict == Verdict.APPLY:
-                if self.snapshots is not None:
-                    self.snapshots.before_update()
-                work.update(norm)
-                return work, agreement, norm, rate
-            self._report_guard(work.plan, decision)
-            if decision.verdict == Verdict.RETRY:
-                retries += 1
-            elif decision.verdict == Verdict.SKIP:
-                retries, skips = 0, skips + 1
-                self.state.consumed_samples += len(work.plan.ids)
-                self.state.skipped.extend(work.plan.ids)
-            else:
-                raise NonFiniteError(f"step {work.plan.step}: {decision.reason}")
-
     def start_step(self) -> StepWork:
         """A fresh attempt at the next step: its plan, and empty gradient buffers."""
+        self.enter("step" if self.settled else "first_step")
+        self.started = self.clock.monotonic()
         step = self.state.step + 1
         parallel.seed_generators(step_seed(self.config.seed, step))
         ids = self.order.batch(self.state.consumed_samples, self.config.batch.global_)
-        work = StepWork(
+        self.work = StepWork(
             self.machine,
             plan(step, ids, self.config.batch.micro, self.config.model.seq_length, self.machine.layout.data),
         )
-        work.begin()
-        return work
+        self.work.own = self.work.plan.shares[self.machine.layout.data_rank]
+        self.work.begin()
+        return self.work
 
-    def finish_gradient(self, work: StepWork) -> tuple[Agreement, float, float]:
-        """Accumulate this rank's share, reduce and agree; returns the agreement, the gradient's norm and the rate."""
-        work.accumulate(work.plan.shares[self.machine.layout.data_rank])
-        work.reduce()
-        agreement = work.agree(self.stop.why)
-        rate = advance(self.schedule, work.plan.step)
-        return agreement, work.gradient_norm(), rate
+    def take_up(self, alignment: Alignment) -> list[int]:
+        """Go on with the attempt in hand as agreed after a re-form; returns the micro-batches it runs for others."""
+        if alignment.lead[1] != Stage.GRADIENT or not alignment.todo:
+            return []
+        replica = self.machine.layout.data_rank
+        work = self.work if self.work is not None else self.start_step()
+        work.take_up(replica in alignment.keep, alignment.finished_buckets)
+        todo = alignment.todo[replica]
+        self.share = Share(todo, alignment.forward_only)
+        return [micro_batch for micro_batch in todo if micro_batch not in work.own]
 
     # ------------------------------------------------------------ validation and checkpoints
 
@@ -195,7 +332,13 @@ class Trainer:
         """Save now; without ``insist`` a failed save is tried again after a few more steps."""
         self.enter("save")
         self.state.incarnation = self.incarnation
-        if self.checkpoints.save(self.state, insist=insist):
+        saved = self.facts.saved.get(self.state.step)
+        if saved is None or (insist and not saved):
+            saved = self.checkpoints.save(self.state, insist=insist)
+            if not saved:
+                self.machine.membership.check()  # it failed because peers are gone: that is no failure of storage
+            self.facts.saved[self.state.step] = saved
+        if saved:
             self.saved_step = self.state.step
             self.retry = SaveRetry()
         else:
@@ -209,11 +352,9 @@ class Trainer:
         step = self.state.step + (1 if phase in ("step", "first_step") else 0)
         self.channel.send(RankPhase(phase=phase, step=step, time=self.clock.time()))
 
-    def _tell(
-        self, work: StepWork, agreement: Agreement, norm: float, rate: float, seconds: float, valid: float | None
-    ) -> None:
+    def _message(self, work: StepWork, agreement: Agreement, norm: float, rate: float, seconds: float) -> RankStep:
         layout = self.machine.layout
-        message = RankStep(
+        return RankStep(
             step=work.plan.step,
             loss=agreement.loss,
             grad_norm=norm,
@@ -222,16 +363,24 @@ class Trainer:
             lr=rate,
             workers=layout.world_size,
             ids=work.plan.samples_of_all(work.done) if layout.reads_data else [],
+            batch=list(work.plan.ids),
             incarnation=self.incarnation,
-            valid_loss=valid,
             time=self.clock.time(),
             phases={**work.seconds, "other": max(0.0, seconds - sum(work.seconds.values()))},
         )
+
+    def tell(self) -> None:
+        """Say the last step; said again after a re-form, since whoever was to say it may be gone."""
+        message = self.told
+        if message is None:
+            return
+        if self.machine.layout.rank != 0:
+            self.channel.send(message.model_copy(update={"batch": []}))
+            return
         self.channel.send(message)
-        if layout.rank == 0:
-            if self.writer is None:
-                self.writer = ScalarWriter(self.job_folder, first_step=message.step)
-            self.writer.write(message)
+        if self.writer is None:
+            self.writer = ScalarWriter(self.job_folder, first_step=message.step)
+        self.writer.write(message)
 
     def _report_guard(self, attempt: StepPlan, decision: Decision) -> None:
         """Put a bad gradient into the event log, once for the job."""

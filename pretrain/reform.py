@@ -1,0 +1,231 @@
+"""Re-forming in place: from a torn incarnation to the next one without leaving the process.
+
+:class:`Reformer` does what no other part of a rank does: wait for the supervisor's order, join the next
+incarnation, swap the groups inside the live objects, and tell the others what this rank still holds. What is to be
+done with what they hold is :func:`planner.alignment.align`; the trainer carries it out.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import distributed as dist
+
+from planner.alignment import Standing
+from planner.errors import ExitCode, PlanariaError, WorkFailedError
+from planner.messages import LeaveCollective, RankSpec, Reform, StopAtBoundary
+from planner.rank_map import Grid
+from planner.severity import name_exception
+from pretrain import parallel, regroup
+from pretrain.channel import AgentMessage
+from pretrain.collective import CollectiveLeftError, Membership, collective_of, leave_collective
+from pretrain.parallel import Layout
+from pretrain.step import Agreement, Machine
+
+ORDER_SECONDS = 180.0
+"""Longest wait of a rank that has left its collective for the order to re-form; the supervisor is sooner, or gone."""
+JOIN_SECONDS = 60.0
+"""Longest wait for the other ranks of the new incarnation."""
+PEER_TROUBLE = frozenset({"connection_error", "network_error", "nccl_timeout", "nccl_remote_error"})
+"""Classes of errors that say something about a peer or the link to it, not about this rank."""
+
+
+class DismissedError(PlanariaError):
+    """The new incarnation does without this rank: it leaves in peace."""
+
+    exit_code = ExitCode.DONE
+
+
+class NobodyReformedError(WorkFailedError):
+    """No order to re-form came in time."""
+
+
+class Orders:
+    """The newest order of the supervisor, set in the channel's thread and awaited by the main thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._reform: Reform | None = None
+        self._dismissed = False
+
+    def put(self, order: Reform) -> None:
+        """Take an order; an older one is replaced, a newer one never is."""
+        with self._changed:
+            if self._reform is None or order.incarnation > self._reform.incarnation:
+                self._reform = order
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Whoever waits for an order waits in vain."""
+        with self._changed:
+            self._dismissed = True
+            self._changed.notify_all()
+
+    def newer_than(self, incarnation: int) -> Reform | None:
+        """The order to form an incarnation after ``incarnation``, if there is one."""
+        with self._changed:
+            found = self._reform
+            return found if found is not None and found.incarnation > incarnation else None
+
+    def wait(self, incarnation: int, seconds: float | None) -> Reform:
+        """The order to form an incarnation after ``incarnation``.
+
+        Raises:
+            NobodyReformedError: none came within ``seconds``.
+            DismissedError: this rank was told to stop instead.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._dismissed or self._known_after(incarnation), seconds)
+            if self._dismissed:
+                raise DismissedError("told to stop while waiting to re-form")
+            if self._reform is None or self._reform.incarnation <= incarnation:
+                raise NobodyReformedError(f"no order to re-form after incarnation {incarnation} within {seconds} s")
+            return self._reform
+
+    def _known_after(self, incarnation: int) -> bool:
+        return self._reform is not None and self._reform.incarnation > incarnation
+
+
+@dataclass
+class Facts:
+    """Results of collectives that completed on this rank, so that ranks on which they did not can do without."""
+
+    agreements: dict[int, Agreement] = field(default_factory=dict)
+    """By attempt."""
+    norms: dict[int, float] = field(default_factory=dict)
+    """By attempt."""
+    valid: dict[int, float | None] = field(default_factory=dict)
+    """Held-out loss by step; None where none was due."""
+    saved: dict[int, bool] = field(default_factory=dict)
+    """Whether the save succeeded, by step."""
+
+    def merge(self, other: Facts) -> None:
+        """Learn what ``other`` knows."""
+        self.agreements |= other.agreements
+        self.norms |= other.norms
+        self.valid |= other.valid
+        self.saved |= other.saved
+
+    def forget(self, attempt: int, step: int) -> None:
+        """Drop what is older than one attempt and one step ago; survivors are never further apart."""
+        for by_attempt in (self.agreements, self.norms):
+            for key in [key for key in by_attempt if key < attempt - 1]:
+                del by_attempt[key]
+        for by_step in (self.valid, self.saved):
+            for key in [key for key in by_step if key < step - 1]:
+                del by_step[key]
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a rank tells the others when it joins: where it stands, and what it knows."""
+
+    rank: int
+    standing: Standing
+    facts: Facts
+    data_digest: str
+
+
+@dataclass
+class Reformer:
+    """Takes one rank from incarnation to incarnation."""
+
+    spec: RankSpec
+    orders: Orders
+    installed: regroup.Groups
+    """The groups that the live objects hold."""
+    name: int
+    """This rank's number in the present incarnation, or the name under which it waits to join."""
+
+    def heals(self, error: BaseException, membership: Membership) -> bool:
+        """Whether ``error`` means that peers are gone or the collective was left, so that this rank can go on."""
+        if not isinstance(error, Exception) or isinstance(error, DismissedError | NobodyReformedError):
+            return False
+        if membership.left.is_set() or isinstance(error, CollectiveLeftError | dist.DistError):
+            return True
+        return collective_of(error) is not None or name_exception(type(error).__name__, str(error)) in PEER_TROUBLE
+
+    def await_order(self, incarnation: int, seconds: float | None = ORDER_SECONDS) -> Reform:
+        """Wait for the order that takes this rank into a later incarnation.
+
+        Raises:
+            DismissedError: the new incarnation does without this rank.
+            NobodyReformedError: no order came.
+        """
+        while True:
+            order = self.orders.wait(incarnation, seconds)
+            number = order.ranks.get(self.name)
+            if number is None:
+                raise DismissedError(f"incarnation {order.incarnation} does without rank {self.name}")
+            self.name, incarnation = number, order.incarnation
+            if number < order.world_size:
+                return order
+
+    def layout_of(self, order: Reform) -> Layout:
+        """This rank's coordinates in the incarnation of ``order``."""
+        settings = self.spec.config.parallel
+        return parallel.layout(self.name, order.world_size, settings.tensor, settings.pipeline)
+
+    def connect(self, order: Reform, layout: Layout, membership: Membership) -> None:
+        """Drop the old groups, join the store, build the new groups; breaks off as soon as the incarnation is left.
+
+        Raises:
+            CollectiveLeftError: it was left meanwhile.
+        """
+        parallel.leave()
+        with membership.joining():
+            parallel.join(
+                layout,
+                store_host=order.store_host,
+                store_port=order.store_port,
+                prefix=f"{self.spec.job}/{order.incarnation}",
+                bind_address=self.spec.bind_address,
+                store_seconds=JOIN_SECONDS,
+            )
+
+    def swap(self, machine: Machine, *more: object) -> None:
+        """Put the present groups into the live objects."""
+        present = regroup.present()
+        regroup.swap([machine.chunk, machine.optimizer, *more], self.installed, present)
+        regroup.resize(machine.chunk)
+        self.installed = present
+
+
+def exchange(own: Account) -> list[Account]:
+    """Everybody's account, in rank order (collective)."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return told
+
+
+def on_leave(message: LeaveCollective, membership: Membership, layout: Layout) -> None:
+    """Act on the agent's word that peers are broken (in the channel's thread)."""
+    if message.incarnation != membership.incarnation:
+        return
+    grid = Grid(layout.tensor, layout.pipeline, layout.data)
+    broken = {grid.replica(rank) for rank in message.ranks if 0 <= rank < grid.world}
+    defer = bool(message.ranks) and layout.data_rank not in broken
+    leave_collective(membership, message.reason, defer=defer)
+
+
+class Waiting:
+    """The channel's handler of a rank that waits to join and then joins."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._joining: tuple[Membership, Layout] | None = None
+
+    def watch(self, membership: Membership, layout: Layout) -> None:
+        """From now on a word to leave breaks the joining of ``membership`` off."""
+        self._joining = membership, layout
+
+    def on_agent(self, message: AgentMessage) -> None:
+        """Take a message of the agent (in the channel's thread)."""
+        if isinstance(message, Reform):
+            self._orders.put(message)
+        elif isinstance(message, StopAtBoundary):
+            self._orders.stop()
+        elif self._joining is not None:
+            on_leave(message, *self._joining)
