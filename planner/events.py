@@ -53,7 +53,7 @@ class Action(StrEnum):
     JOB_RESUME_REQUESTED = "job.resume_requested"
     JOB_PREEMPT_REQUESTED = "job.preempt_requested"  #: publish and leave; submitted again it goes on
 
-    INCARNATION_STARTED = "incarnation.started"  #: all ranks of an incarnation said hello
+    INCARNATION_STARTED = "incarnation.started"  #: all ranks said hello and met; loading comes next
     INCARNATION_STOPPING = "incarnation.stopping"  #: its ranks were told to publish at the step's end and leave
     INCARNATION_ENDED = "incarnation.ended"
     RANK_STARTED = "rank.started"

@@ -88,14 +88,14 @@ def stuck(turn: Turn, finding: Finding) -> None:
     _note(turn, "hang", seen)
 
 
-def injected(turn: Turn, index: int, time: float) -> None:
+def injected(turn: Turn, index: int, time: float, step: int) -> None:
     """An injected fault fires: if it is one that takes the rank, what is detected next is it and occurred then."""
     if turn.job.settings.faults[index].kind in _TAKING:
-        turn.job.firing = (index, time)
+        turn.job.firing = (index, time, step)
 
 
 def _seen(turn: Turn, rank: RankRecord, method: Method, **more: Any) -> Seen:
-    step = more.pop("step", None) or turn.job.step + 1
+    step = more.pop("step", None) or max(rank.step, turn.job.step + 1)
     return Seen(
         method=method, rank=rank.rank, origin=rank.origin, node=rank.node, time=turn.now, step=int(step), **more
     )
@@ -115,10 +115,17 @@ def _note(turn: Turn, kind: str, seen: Seen) -> None:
     job.fault.seen.append(seen)
     if healing:
         return
-    if _classify(seen).cascade:
+    if _is_echo(seen):
         job.settle_until = job.settle_until or turn.now + SETTLE_SECONDS
     else:
         act(turn)
+
+
+def _is_echo(seen: Seen) -> bool:
+    """Whether this may be only what a peer notices of another rank's end: a broken connection or a time-out."""
+    found = severity.classify(_detection(seen))
+    broken = ("connection_error", "network_error", "nccl_timeout", "nccl_remote_error")
+    return found.cascade or (seen.method == Method.EXCEPTION_PROPAGATION and found.name in broken)
 
 
 def _supersede(turn: Turn) -> None:
@@ -131,21 +138,21 @@ def _supersede(turn: Turn) -> None:
 
 def _open(turn: Turn, kind: str, seen: Seen) -> None:
     job = turn.job
-    index, occurred = job.firing or (None, None)
+    index, occurred, step = job.firing or (None, None, seen.step)
     job.firing = None
+    origin = seen.origin
     if index is not None:
-        kind = job.settings.faults[index].kind.value
-    job.fault = FaultRecord(
-        detected=turn.now, occurred=occurred, step=seen.step, rank=seen.origin, kind=kind, injected=index
-    )
+        kind, origin = job.settings.faults[index].kind.value, job.settings.faults[index].rank
+    job.fault = FaultRecord(detected=turn.now, occurred=occurred, step=step, rank=origin, kind=kind, injected=index)
     known: dict[str, Any] = {"occurred": occurred} if occurred is not None else {}
-    turn.move(JobState.HEALING, one_line(f"{kind} of rank {seen.origin} on {seen.node} {seen.message}")[:300])
+    turn.move(JobState.HEALING, one_line(f"{kind} of rank {origin} at step {step}"))
     turn.tell(
         Action.FAULT_DETECTED,
         reason=one_line(seen.message)[:500],
-        rank=seen.origin,
+        rank=origin,
+        seen_by=seen.origin,
         node=seen.node,
-        step=seen.step,
+        step=step,
         kind=kind,
         method=seen.method,
         exit_code=seen.exit_code,
@@ -188,17 +195,14 @@ def _detection(seen: Seen) -> severity.Detection:
     )
 
 
-def _classify(seen: Seen) -> severity.Classification:
-    return severity.classify(_detection(seen))
-
-
 def cure(turn: Turn, end: Ending) -> None:
     """Choose the root and what follows; the next incarnation itself starts when slots are there."""
     job = turn.job
     fault = job.fault
     assert fault is not None
     root, verdict, seen = _root(fault)
-    fault.rank, fault.step = seen.origin, seen.step
+    if fault.injected is None:
+        fault.rank, fault.step = seen.origin, seen.step
     bad_input = any(
         item.exit_code == ExitCode.BAD_INPUT or item.exception_type == "BadInputError" for item in fault.seen
     )

@@ -31,6 +31,7 @@ def said(turn: Turn, event: Said) -> None:
             _hello(turn, rank, int(message.pid))
         case "phase":
             rank.phase, rank.step = message.phase, message.step
+            _started(turn)
         case "step":
             _step(turn, rank, message)
         case "exception":
@@ -46,11 +47,14 @@ def said(turn: Turn, event: Said) -> None:
 
 
 def _hello(turn: Turn, rank: RankRecord, pid: int) -> None:
-    job = turn.job
-    if rank.hello:
-        return
     rank.hello, rank.pid = True, pid
-    if job.stage == "starting" and all(other.hello for other in job.ranks):
+    _started(turn)
+
+
+def _started(turn: Turn) -> None:
+    """The incarnation stands when every rank said hello, has met the others and goes on to load or train."""
+    job = turn.job
+    if job.stage == "starting" and all(rank.hello and rank.phase not in ("", "start") for rank in job.ranks):
         turn.stage("running")
         turn.tell(Action.INCARNATION_STARTED, workers=job.size, nodes=job.nodes())
 
@@ -134,7 +138,7 @@ def _fault(turn: Turn, rank: RankRecord, message: Any) -> None:
         micro_batch=message.micro_batch,
     )
     if message.index < len(faults):
-        job_faults.injected(turn, message.index, message.time)
+        job_faults.injected(turn, message.index, message.time, message.step)
 
 
 def _checkpoint(turn: Turn, rank: RankRecord, message: Any) -> None:

@@ -157,8 +157,8 @@ class JobRecord(Record):
     escalation: dict[str, Any] = {}
     measured: dict[str, Any] = {}
 
-    firing: tuple[int, float] | None = None
-    """Injected fault (index, time) that has not been detected yet."""
+    firing: tuple[int, float, int] | None = None
+    """Injected fault (index, time, step) that has not been detected yet."""
     settle_until: float | None = None
     """A fault known only by its echo waits until then for its root."""
     outbox: list[dict[str, Any]] = []

@@ -1,0 +1,163 @@
+"""A cluster for tests: real Redis, real coordinator, real agents whose ranks do arithmetic (or train, on request)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.events import TERMINAL, JobState
+from planner.pretrain_config import PretrainConfig
+from planner.processes import marked
+from planner.store import ClusterStore
+from tests.support.redis import await_that
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PLAIN: dict[str, Any] = {
+    "name": "plain",
+    "workers": {"min": 1, "max": 2},
+    "model": {"layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "heads": 2, "seq_length": 32},
+    "data": {"train": ["stdlib"]},
+    "batch": {"global": 8, "micro": 2},
+    "optimizer": {"lr": 1.0e-3},
+    "steps": 12,
+    "checkpoint": {"every_steps": 4, "export": False},
+    "health": {"grace_seconds": 5.0},
+}
+
+
+def plain(**changes: Any) -> PretrainConfig:
+    """A config for ranks that do arithmetic."""
+    return PretrainConfig.model_validate({**PLAIN, **changes})
+
+
+@dataclass
+class Cluster:
+    """The running parts; everything is ended at the end of the test."""
+
+    store: ClusterStore
+    state_dir: Path
+    mark: str
+    environment: dict[str, str]
+    coordinator: subprocess.Popen[bytes] | None = None
+    agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def _start(self, name: str, *program: str, **environment: str) -> subprocess.Popen[bytes]:
+        log = (self.state_dir / f"{name}.log").open("ab")
+        with log:
+            return subprocess.Popen(
+                [sys.executable, "-m", *program],
+                env={**self.environment, **environment},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def start_coordinator(self) -> None:
+        """Start one (again) and wait until it has the lock."""
+        self.coordinator = process = self._start(
+            "coordinator", "planner.cli", "coordinator", "--state-dir", str(self.state_dir)
+        )
+        await_that(
+            lambda: (lock := self.store.coordinator()) and lock.pid == process.pid, 30, "a coordinator is active"
+        )
+
+    def start_agent(
+        self, node: str, slots: int, address: str = "127.0.0.1", *, real: bool = False, **environment: str
+    ) -> None:
+        """Start an agent with a state directory of its own and wait until its slots are free."""
+        folder = self.state_dir / f"agent-{node}"
+        folder.mkdir(exist_ok=True)
+        secret = str(self.state_dir / "secret")
+        if real:
+            program = ["planner.cli", "agent", "--node", node, "--slots", str(slots), "--address", address]
+            program += ["--state-dir", str(folder), "--secret-file", secret]
+        else:
+            program = ["tests.support.plain_agent", node, str(slots), address, str(folder), secret]
+        self.agents[node] = process = self._start(f"agent-{node}", *program, **environment)
+        await_that(
+            lambda: any(n.name == node and n.pid == process.pid for n in self.store.nodes()), 30, f"node {node} is up"
+        )
+        await_that(lambda: not self.store.quarantine(node), 20, f"slots of {node} are free")
+
+    def submit(self, config: PretrainConfig, job: str = "job-1") -> str:
+        """Hand a job in, past the command."""
+        self.store.send_request("submit", job=job, config=config.to_json())
+        await_that(lambda: self.store.job(job), 20, "the job is taken")
+        return job
+
+    def record(self, job: str = "job-1") -> dict[str, Any]:
+        """The job's record."""
+        return self.store.job(job) or {}
+
+    def wait_state(self, *states: JobState, job: str = "job-1", seconds: float = 60.0) -> dict[str, Any]:
+        """Wait until the job is in one of these states (or over)."""
+        wanted = set(states) | TERMINAL
+        await_that(lambda: self.record(job).get("state") in wanted, seconds, f"{job} in {sorted(wanted)}")
+        return self.record(job)
+
+    def wait_step(self, step: int, job: str = "job-1", seconds: float = 60.0) -> None:
+        """Wait until a step is complete."""
+        await_that(lambda: self.record(job).get("step", 0) >= step, seconds, f"step {step} of {job}")
+
+    def lines(self, file: str, job: str = "job-1") -> list[dict[str, Any]]:
+        """Lines of one of the job's files."""
+        text = (self.state_dir / "jobs" / job / file).read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def events(self, action: str, job: str = "job-1") -> list[dict[str, Any]]:
+        """Events of one action."""
+        return [event for event in self.lines("events.jsonl", job) if event["action"] == action]
+
+    def rank_pids(self, job: str = "job-1") -> dict[int, int]:
+        """Rank → process id of the present incarnation."""
+        return {rank["rank"]: rank["pid"] for rank in self.record(job)["ranks"] if not rank["gone"]}
+
+    def kept(self, job: str = "job-1") -> dict[int, tuple[list[int], float]]:
+        """Step → (sample ids, loss); of a step that stands twice the last line counts."""
+        losses = {line["step"]: line["loss"] for line in self.lines("metrics.jsonl", job)}
+        return {line["step"]: (line["ids"], losses[line["step"]]) for line in self.lines("samples.jsonl", job)}
+
+    def log(self, name: str) -> str:
+        """What a process said."""
+        return (self.state_dir / f"{name}.log").read_text()
+
+
+@pytest.fixture
+def cluster(store: ClusterStore, tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster with a coordinator and no agent yet."""
+    assert store.secret is not None
+    (tmp_path / "secret").write_text(store.secret)
+    mark = f"test-{os.getpid()}-{tmp_path.name}"
+    environment = {**os.environ, "PLANARIA_URL": store.url, "PLANARIA_STACK": mark, "OMP_NUM_THREADS": "1"}
+    environment |= {"PLANARIA_SHM": str(tmp_path / "shm"), "PYTHONPATH": str(ROOT)}
+    made = Cluster(store, tmp_path, mark, environment)
+    try:
+        made.start_coordinator()
+        yield made
+    finally:
+        own = [*made.agents.values(), *([made.coordinator] if made.coordinator else [])]
+        for process in own:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        for left in marked(mark):
+            left.kill(signal.SIGKILL)
+
+
+def left_over(cluster: Cluster) -> list[int]:
+    """Processes of the cluster besides coordinator and agents."""
+    own = {process.pid for process in cluster.agents.values()}
+    own |= {cluster.coordinator.pid} if cluster.coordinator else set()
+    return [process.pid for process in marked(cluster.mark) if process.pid not in own]
