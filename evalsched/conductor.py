@@ -8,7 +8,6 @@ them, so that a conductor that is killed at any instant repeats at most what was
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,32 +18,24 @@ from typing import Any
 from pydantic import ValidationError
 
 from evalsched.costs import CostModel
-from evalsched.engine_check import compare_responses, sample_documents
-from evalsched.evaluation import answers_of, keep_scores, score, score_job
+from evalsched.evaluation import score
 from evalsched.feeding import MAX_ATTEMPTS, OutView, WorkerView, assign
+from evalsched.finishing import check_shard, note_check, score_run
 from evalsched.ledger import Ledger
 from evalsched.messages import ANSWERS, RUN_SHARD, WARM, Answers, Ended, Left, RunShard, Warm, infer_queue
 from evalsched.models import ModelFacts
-from evalsched.reports import refresh_report
+from evalsched.roster import Roster, stands_still
 from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare, shard_costs
 from evalsched.scoring import ScoreJob, ScoreOutcome
 from evalsched.shards import cut
-from evalsched.types import RequestId, Response, Shard, digest_of
+from evalsched.types import Response, Shard, digest_of
 from planner.errors import BadInputError, FencedError, MissingServiceError, PlanariaError, one_line
 from planner.events import Action, TrialState
 from planner.store import ClusterStore
-from planner.worker_table import WorkerRecord, WorkerTable
+from planner.worker_table import WorkerTable
 
 log = logging.getLogger("planaria.evaluation")
 
-SILENT_SECONDS = 3.0
-"""A worker that serves says something each half second; after this long without a word it is taken for dead."""
-SILENT_LOADING_SECONDS = 30.0
-"""The same while it imports and loads, which can keep the interpreter busy for seconds."""
-STUCK_SECONDS = 180.0
-"""An engine that makes no step for this long (and ten times the shard's estimate) hangs."""
-CHECK_REQUESTS = 48
-"""Requests that are re-run singly after a run, to say how far answers depend on their batch."""
 SHORTEST_SHARD = 0.3
 _TICK_RESPONSES = 400
 
@@ -76,7 +67,7 @@ class Conductor:
         self.table = WorkerTable(store.link.call)
         self.runs: dict[str, Run] = {}
         self.out: dict[str, OutShard] = {}
-        self.workers: dict[str, WorkerRecord] = {}
+        self.roster = Roster(self.table)
         self.expected_workers = 1
         self._app = app
         self._device = device
@@ -86,10 +77,6 @@ class Conductor:
         self._position = store.position(self._reader)
         self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="evaluation")
         self._work: dict[str, Future[Any]] = {}
-        self._sent_model: dict[str, str] = {}
-        self._gone: set[str] = set()
-        self.served: set[str] = set()
-        """Workers that were ready at least once."""
 
     # ------------------------------------------------------------------ runs
 
@@ -254,9 +241,7 @@ class Conductor:
 
     def _note_answers(self, run: Run, out: OutShard, responses: Sequence[Response]) -> None:
         if out.check:
-            found = run.check if run.check is not None else {}
-            run.check = found
-            found.setdefault("responses", []).extend(responses)
+            note_check(run, list(responses))
         else:
             out.answered.update(one.id for one in responses)
             run.answered(one.id for one in responses)
@@ -382,14 +367,14 @@ class Conductor:
     def _warm(self, run: Run) -> None:
         """Let idle workers load the model while its requests are recorded."""
         busy = {one.worker for one in self.out.values()}
-        for worker, record in self.workers.items():
-            if worker not in busy and record.facts.get("kind") == "infer" and self._serves(record):
+        for worker in self.live():
+            if worker not in busy:
                 self._warm_worker(worker, run)
 
     def _warm_worker(self, worker: str, run: Run) -> None:
         assert run.model is not None
         message = Warm(model=run.model.ref, engine=run.spec.engine.to_json())
-        self._sent_model[worker] = run.model.ref.digest
+        self.roster.sent_model[worker] = run.model.ref.digest
         self._send(WARM, message.model_dump(mode="json"), worker)
 
     def _prepared(self, run: Run, found: Prepared, now: float) -> None:
@@ -442,48 +427,20 @@ class Conductor:
         self._set_state(run, TrialState.SCORING)
         self._submit(run, self._score, run)
 
-    # ------------------------------------------------------------------ the check (E10)
+    # ------------------------------------------------------------------ the end of a run
 
     def _send_check(self, run: Run, now: float) -> bool:
-        assert run.prepared is not None
-        live = [worker for worker in self.live() if self._model_of(worker) == (run.model and run.model.ref.digest)]
-        requests = [one for one in run.prepared.open if one.task not in run.failed]
-        sample = sample_documents(requests, CHECK_REQUESTS)[: 2 * CHECK_REQUESTS]
-        if not live or not sample:
+        """Have a worker that holds the model run a sample singly; False where that cannot be."""
+        digest = run.model.ref.digest if run.model else None
+        live = [worker for worker in self.live() if self.roster.model_of(worker) == digest]
+        shard = check_shard(run)
+        if not live or shard is None:
             return False
-        seconds = sum(run.cost.get(one.id, 0.01) for one in sample)
-        shard = Shard(id=digest_of([run.id, "check"]), requests=tuple(sample), seconds=max(1.0, seconds))
         run.check_sent = True
         return self._dispatch(run, WaitingShard(shard=shard), live[0], now, check=True)
 
-    def _check_block(self, run: Run, responses: dict[RequestId, Response]) -> dict[str, Any] | None:
-        if not run.check:
-            return None
-        if "problem" in run.check:
-            return dict(run.check)
-        return compare_responses(responses, run.check.get("responses", [])).to_json()
-
-    # ------------------------------------------------------------------ scoring
-
     def _score(self, run: Run) -> ScoreOutcome:
-        """In the pool: answers from the ledger into a file, lm-eval's own scoring in a subprocess."""
-        assert run.prepared is not None and run.model is not None
-        started = time.monotonic()
-        answers = answers_of(self.ledger, run.prepared.trials)
-        block = {
-            "engine": dict(run.model.engine_key),
-            "batch_check": self._check_block(run, answers),
-            "timings": dict(run.timings),
-        }
-        job = score_job(
-            self.ledger, run.prepared.trials, run.prepared.recording, run.spec.settings, run.model.model,
-            Path(run.spec.output), failed=run.failed, max_length=run.model.max_length, block=block,
-        )  # fmt: skip
-        outcome = self._scorer(job)
-        keep_scores(self.ledger, run.prepared.trials, outcome)
-        refresh_report(Path(run.spec.output))
-        run.timings["score_seconds"] = time.monotonic() - started
-        return outcome
+        return score_run(run, self.ledger, self._scorer)
 
     def _scored(self, run: Run, outcome: ScoreOutcome, now: float) -> None:
         run.outcome, run.ended = outcome, now
@@ -496,57 +453,35 @@ class Conductor:
 
     # ------------------------------------------------------------------ workers
 
+    @property
+    def served(self) -> set[str]:
+        """Workers that were ready at least once."""
+        return self.roster.served
+
     def live(self) -> list[str]:
         """Workers that take shards, by name."""
-        return [name for name, one in self.workers.items() if one.facts.get("kind") == "infer" and self._serves(one)]
-
-    @staticmethod
-    def _serves(record: WorkerRecord) -> bool:
-        return record.facts.get("state") in ("ready", "busy", "loading")
-
-    def _model_of(self, worker: str) -> str | None:
-        record = self.workers.get(worker)
-        return self._sent_model.get(worker) or (record.facts.get("model") if record else None)
+        return self.roster.live()
 
     def _watch(self, now: float) -> None:
         """Find workers that are silent or stuck; their shards go elsewhere at once."""
-        seen = self.table.workers()
-        server = self.table.now()
-        self.workers = {}
-        for name, record in seen.items():
-            if name in self._gone:
-                self.table.forget(name)
+        for missing in self.roster.refresh({one.worker for one in self.out.values()}):
+            self._kill(missing.worker, missing.reason)
+            self.worker_gone(missing.worker, missing.reason, now)
+        for record in list(self.roster.records.values()):
+            out = self.out.get(record.facts.get("dispatch") or "")
+            if out is None:
                 continue
-            patient = record.facts.get("state") in ("starting", "loading")
-            limit = SILENT_LOADING_SECONDS if patient else SILENT_SECONDS
-            if server - record.seen > limit:
-                self.worker_gone(name, f"not a word for {server - record.seen:.1f} s", now)
-                continue
-            self.workers[name] = record
-            if record.facts.get("state") != "starting":
-                self.served.add(name)
-            self._look_for_stuck(record, now)
-        for name in {one.worker for one in self.out.values()} - seen.keys():
-            self.worker_gone(name, "it is not there any more", now)
-
-    def _look_for_stuck(self, record: WorkerRecord, now: float) -> None:
-        dispatch = record.facts.get("dispatch")
-        out = self.out.get(dispatch) if dispatch else None
-        if out is None:
-            return
-        if not out.begun:
-            out.begun = now
-        still = now - max(float(record.facts.get("progress", 0.0)), out.begun)
-        if still > max(STUCK_SECONDS, 10 * out.shard.seconds):
-            reason = f"its engine made no step for {still:.0f} s"
-            self._kill(record.worker, reason)
-            self.worker_gone(record.worker, reason, now)
+            out.begun = out.begun or now
+            still = stands_still(record, out.begun, out.shard.seconds, now)
+            if still is not None:
+                reason = f"its engine made no step for {still:.0f} s"
+                self._kill(record.worker, reason)
+                self.worker_gone(record.worker, reason, now)
 
     def worker_gone(self, worker: str, reason: str, now: float, *, orderly: bool = False) -> None:
         """A worker is gone: what it had begun is a counted attempt (unless it left in order), the rest just waits."""
-        if worker in self._gone:
+        if not self.roster.give_up(worker):
             return
-        self._gone.add(worker)
         mine = [one for one in self.out.values() if one.worker == worker]
         begun = {one.dispatch for one in mine if not orderly and self.table.claimed(one.dispatch)}
         self._drop([one.dispatch for one in mine])
@@ -560,9 +495,6 @@ class Conductor:
                 run.check, run.check_sent = {"problem": f"worker {worker} is gone"}, True
             elif not self._copy_elsewhere(one):
                 run.take_back(one, now, count=False)
-        self.table.forget(worker)
-        self.workers.pop(worker, None)
-        self._sent_model.pop(worker, None)
         self._forget_queue(worker)
         self.store.tell(Action.WORKER_EXITED, reason=reason, worker=worker, orderly=orderly, shards=len(mine))
 
@@ -601,7 +533,7 @@ class Conductor:
             for one in self.out.values()
             if one.worker == worker
         )  # fmt: skip
-        return WorkerView(worker=worker, model=self._model_of(worker), out=mine)
+        return WorkerView(worker=worker, model=self.roster.model_of(worker), out=mine)
 
     def _send_copy(self, run: Run, shard_id: str, worker: str, now: float) -> None:
         """Run a straggler's unanswered rest a second time; whoever answers first is believed."""
@@ -641,7 +573,7 @@ class Conductor:
         if not self._send(RUN_SHARD, message.model_dump(mode="json"), worker):
             self._drop([out.dispatch])
             return False
-        self._sent_model[worker] = run.model.ref.digest
+        self.roster.sent_model[worker] = run.model.ref.digest
         return True
 
     def _send(self, task: str, message: dict[str, Any], worker: str) -> bool:

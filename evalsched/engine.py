@@ -262,7 +262,8 @@ class VllmEngine:
     def _take(self, queue: deque[Encoded]) -> list[Encoded]:
         """The longest run of requests whose prompts fit into one pass (a few passes where exactness allows it)."""
         passes = 1 if self.settings.exact or self._limit < self.budget else 8
-        wave, tokens, prompts = [], 0, 0
+        wave: list[Encoded] = []
+        tokens = prompts = 0
         while queue:
             one = queue[0]
             full = tokens + one.tokens > self._limit * passes or prompts + len(one.prompts) > MAX_SEQUENCES * passes

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evalsched.digests import digest_of
 from evalsched.engine import EngineSettings
 from evalsched.evaluation import score
 from evalsched.ledger import Ledger, sqlite_url
@@ -19,7 +18,7 @@ from evalsched.models import ModelFacts
 from evalsched.recording import RecordJob, check_settings, find_recording
 from evalsched.runs import Run, RunSpec
 from evalsched.scoring import ScoreJob, ScoreOutcome
-from evalsched.types import EvalSettings
+from evalsched.types import EvalSettings, digest_of
 from planner.cluster import state_home
 from planner.errors import BadInputError, ExitCode, WorkFailedError
 from planner.events import TrialState

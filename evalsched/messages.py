@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-VERSION = 1
+VERSION: Literal[1] = 1
 
 RUN_SHARD = "planaria.run_shard"
 WARM = "planaria.warm"

@@ -61,7 +61,7 @@ class _Positions:
     events: str
     requests: str
     reports: str
-    changed: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set, init=False)
 
 
 class EvaluationScheduler:
@@ -170,7 +170,7 @@ class EvaluationScheduler:
                 job=event.job,
                 step=step,
                 weight=float(record["config"].get("weight", 1.0)),
-            )  # fmt: skip
+            )
         )
 
     def _read_requests(self, now: float) -> None:
@@ -289,13 +289,13 @@ class EvaluationScheduler:
             elif post.fruitless >= FRUITLESS_STARTS:
                 self._store.release(lease, confirmed=False, reason="workers do not come up on it")
             elif post.worker is None or (
-                post.worker not in self._conductor.workers and now - post.asked > START_TIMEOUT
+                post.worker not in self._conductor.roster.records and now - post.asked > START_TIMEOUT
             ):
                 self._start(post, now)
 
     def _worker_on(self, lease: Lease) -> str | None:
         """The worker that runs on a lease already, after a restart of the scheduler."""
-        for name, record in self._conductor.workers.items():
+        for name, record in self._conductor.roster.records.items():
             if record.facts.get("token") == lease.token:
                 return name
         return None

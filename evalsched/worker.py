@@ -270,6 +270,7 @@ class InferWorker(Worker):
 
     def _run(self, message: RunShard) -> None:
         from evalsched.engine import EngineError
+        from evalsched.residency import NewProcessNeededError
         from evalsched.types import Shard
 
         load_seconds = 0.0
@@ -281,6 +282,11 @@ class InferWorker(Worker):
             complete = self._answer_all(message, shard)
             outcome, reason = ("done", "") if complete else ("handed_back", "the worker leaves")
             self._end(message, outcome, reason, seconds=time.monotonic() - started, load_seconds=load_seconds)
+        except NewProcessNeededError as error:
+            self._end(message, "handed_back", one_line(error))
+            self._idle.set()
+            self.leave(one_line(error))
+            self.stopping.wait()
         except EngineError as error:
             self._end(message, "failed", one_line(error), load_seconds=load_seconds)
             self._idle.set()

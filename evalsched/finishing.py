@@ -1,0 +1,68 @@
+"""The end of a run: a sample of its requests once more, one at a time, and lm-eval's own scoring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from evalsched.engine_check import compare_responses, sample_documents
+from evalsched.evaluation import answers_of, keep_scores, score_job
+from evalsched.ledger import Ledger
+from evalsched.runs import Run
+from evalsched.scoring import ScoreJob, ScoreOutcome
+from evalsched.types import Response, Shard, digest_of
+
+CHECK_REQUESTS = 48
+"""Requests that are re-run singly after a run, to say how far answers depend on their batch."""
+
+
+def check_shard(run: Run) -> Shard | None:
+    """The sample that is run again, one request at a time; None where nothing was run."""
+    if run.prepared is None or run.work_total <= 0:
+        return None
+    requests = [one for one in run.prepared.open if one.task not in run.failed]
+    sample = sample_documents(requests, CHECK_REQUESTS)[: 2 * CHECK_REQUESTS]
+    if not sample:
+        return None
+    seconds = sum(run.cost.get(one.id, 0.01) for one in sample)
+    return Shard(id=digest_of([run.id, "check"]), requests=tuple(sample), seconds=max(1.0, seconds))
+
+
+def note_check(run: Run, responses: list[Response]) -> None:
+    """Keep answers of the check's shard."""
+    run.check = run.check if run.check is not None else {}
+    run.check.setdefault("responses", []).extend(responses)
+
+
+def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcome]) -> ScoreOutcome:
+    """Answers from the ledger into a file, lm-eval's scoring, scores into the ledger.
+
+    Raises:
+        WorkFailedError: answers are missing, or scoring failed.
+        MissingServiceError: the ledger is away.
+    """
+    if run.prepared is None or run.model is None:
+        raise ValueError(f"run {run.id} is not prepared")
+    started = time.monotonic()
+    answers = answers_of(ledger, run.prepared.trials)
+    check: dict[str, Any] | None = None
+    if run.check is not None:
+        problem = run.check.get("problem")
+        check = {"problem": problem} if problem else compare_responses(answers, run.check["responses"]).to_json()
+    job = score_job(
+        ledger,
+        run.prepared.trials,
+        run.prepared.recording,
+        run.spec.settings,
+        run.model.model,
+        Path(run.spec.output),
+        failed=run.failed,
+        max_length=run.model.max_length,
+        block={"engine": dict(run.model.engine_key), "batch_check": check, "timings": dict(run.timings)},
+    )
+    outcome = scorer(job)
+    keep_scores(ledger, run.prepared.trials, outcome)
+    run.timings["score_seconds"] = time.monotonic() - started
+    return outcome
