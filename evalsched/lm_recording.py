@@ -36,6 +36,7 @@ class TaskFacts:
     config: str
     output_type: str
     unsafe_code: bool
+    sandboxed: bool
     dataset_kwargs: Any
 
 
@@ -205,6 +206,7 @@ def _facts(name: str, task: Any) -> TaskFacts:
         config=task_config_digest(task),
         output_type=str(task.OUTPUT_TYPE),
         unsafe_code=bool(getattr(task, "UNSAFE_CODE", False)),
+        sandboxed=(task.get_config("metadata") or {}).get("sandbox") == "planaria",
         dataset_kwargs=task.get_config("dataset_kwargs"),
     )
 

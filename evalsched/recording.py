@@ -28,7 +28,7 @@ from evalsched.types import EvalSettings, Request, digest_of
 from planner.errors import BadInputError, ExitCode, PlanariaError, WorkFailedError, one_line
 from planner.files import write_json
 
-FORMAT = 1
+FORMAT = 2
 _DESCRIPTION = "recording.json"
 _REQUESTS = "requests.jsonl"
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -51,6 +51,8 @@ class RecordedTask:
     output_type: str
     unsafe_code: bool
     """Its metric runs code that the model wrote."""
+    sandboxed: bool = False
+    """It runs that code in our sandbox (its ``metadata`` says ``sandbox: planaria``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +335,7 @@ def record(job: RecordJob, root: Path | None = None) -> Recording:
             config=task.config,
             output_type=task.output_type,
             unsafe_code=task.unsafe_code,
+            sandboxed=task.sandboxed,
         )
         for task in recorded.tasks
     ]

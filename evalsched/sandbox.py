@@ -13,6 +13,7 @@ harness can forge its own verdict, as with the reference executor; it cannot lea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -160,14 +161,19 @@ def _which(name: str) -> str | None:
 
 
 def run_programs(
-    programs: Sequence[str], limits: Limits | None = None, *, threads: int | None = None, readable: Sequence[str] = ()
+    programs: Sequence[str],
+    limits: Limits | None = None,
+    *,
+    threads: int | None = None,
+    kind: str | None = None,
+    readable: Sequence[str] = (),
 ) -> list[Verdict]:
-    """Run programs side by side, in order of the list.
+    """Run programs side by side, in order of the list. ``kind`` as in :func:`run_program`.
 
     Raises:
         MissingServiceError: there is no sandbox here.
     """
-    kind = available()
+    kind = kind or available()
     width = threads or max(1, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(max_workers=width) as pool:
         return list(pool.map(lambda program: run_program(program, limits, kind=kind, readable=readable), programs))
@@ -177,6 +183,9 @@ def run_program(
     program: str, limits: Limits | None = None, *, kind: str | None = None, readable: Sequence[str] = ()
 ) -> Verdict:
     """Run one Python program and say how it ended. ``readable``: further paths that it may read.
+
+    ``kind``: ``bubblewrap`` or ``unshare`` instead of the first that works; ``none`` for limits without walls,
+    which is for a user who accepted the risk.
 
     Raises:
         MissingServiceError: there is no sandbox here.
@@ -189,7 +198,7 @@ def run_program(
     with tempfile.TemporaryDirectory(prefix="planaria-sandbox-") as scratch:
         command = _command(chosen, bounds, scratch, readable)
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/",
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=scratch,
             env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, start_new_session=True,
         )  # fmt: skip
         try:
@@ -278,6 +287,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for child in _children(process.pid):
         _kill(child)
     _kill(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # without walls there is no namespace that ends with it
     process.wait(10)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
@@ -302,6 +313,8 @@ def _kill(pid: int) -> None:
 
 
 def _command(kind: str, limits: Limits, scratch: str, readable: Sequence[str]) -> list[str]:
+    if kind == "none":
+        return [*_prlimit(limits), _python(), "-I", "-S", "-B", "-c", _HARNESS]
     paths = [*_SYSTEM, *_FILES, *_python_paths(), *readable]
     inner = [*_prlimit(limits), *_drop(kind), _python(), "-I", "-S", "-B", "-c", _HARNESS]
     size = str(2 * limits.file_bytes)

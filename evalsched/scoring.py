@@ -7,13 +7,16 @@ first call); ``python -m evalsched.scoring`` does one job in a process of its ow
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from evalsched.code_metrics import ALLOW, why_not
 from evalsched.recording import Recording, load_recording, run_module
 from evalsched.types import EvalSettings, RequestId, Response
 from planner.errors import BadInputError, ExitCode, PlanariaError, WorkFailedError, one_line
@@ -137,10 +140,37 @@ def score(job: ScoreJob, answers: Mapping[RequestId, Response] | None = None) ->
     from evalsched.lm_scoring import score_job
 
     recording = load_recording(Path(job.recording))
+    job = _without_refused(job, recording)
     found = answers if answers is not None else read_answers(Path(job.answers))
     if missing := missing_answers(recording, found, job.failed):
         raise WorkFailedError(f"{job.model}: {len(missing)} requests have no answer, the first is {tuple(missing[0])}")
-    return score_job(job, recording, found)
+    with _allowing(job.settings.allow_unsafe_code):
+        return score_job(job, recording, found)
+
+
+@contextlib.contextmanager
+def _allowing(allowed: bool) -> Iterator[None]:
+    """Hand the user's acceptance to metrics that run code (they are called by lm-eval, not by us)."""
+    before = os.environ.get(ALLOW)
+    if allowed:
+        os.environ[ALLOW] = "1"
+    try:
+        yield
+    finally:
+        if allowed and before is None:
+            del os.environ[ALLOW]
+
+
+def _without_refused(job: ScoreJob, recording: Recording) -> ScoreJob:
+    """Tasks whose metric runs code that a model wrote, where it cannot run safely, fail with the reason."""
+    refused = {
+        task.task: reason
+        for task in recording.tasks
+        if task.unsafe_code
+        and task.task not in job.failed
+        and (reason := why_not(task.sandboxed, job.settings.allow_unsafe_code)) is not None
+    }
+    return replace(job, failed={**job.failed, **refused}) if refused else job
 
 
 def score_in_subprocess(job: ScoreJob, *, timeout: float = 3600.0) -> ScoreOutcome:
