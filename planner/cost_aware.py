@@ -101,9 +101,9 @@ def backlog_of(
     """Evaluation's demand as pending reports; ``held`` slots are evaluation's now, the demand has ``waited`` seconds.
 
     ``demand.details`` may hold ``reports`` (each ``slot_seconds`` and, where known, ``name``, ``job``,
-    ``probability``, ``tail_seconds``, ``longest_seconds``, ``waited_seconds``), ``load_seconds`` and ``resident``
-    (slots with a loaded engine; all that it holds, when left out). Without ``reports`` the backlog is one report. A
-    report that names no running job judges them all on average.
+    ``probability``, ``tail_seconds``, ``longest_seconds``, ``waited_seconds``), ``load_seconds`` (the demand's
+    transition when left out) and ``resident`` (slots with a loaded engine; all that it holds, when left out).
+    Without ``reports`` the backlog is one report. A report that names no running job judges them all on average.
     """
     total = waf(jobs, counts)
     by_name = {job.name: job.rate(counts[job.name]) for job in jobs}
@@ -125,7 +125,7 @@ def backlog_of(
     )
     return Backlog(
         reports=reports,
-        load_seconds=float(demand.details.get("load_seconds", 0.0)),
+        load_seconds=float(demand.details.get("load_seconds", demand.transition_seconds)),
         resident=int(demand.details.get("resident", held)),
         most_slots=demand.max_slots,
     )
