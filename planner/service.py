@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner.allocation import Allocation, ClusterView, NodeView, allocate
+from planner.allocation import Allocation, ClusterView, NodeView
 from planner.events import Action
+from planner.foresight import Foresight, read_settings
 from planner.health import NodeState, judge_all, transitions
 from planner.leases import Lease, RedisRestartedError, SlotsTakenError
 from planner.store import ClusterStore, NodeFacts, lease_details
@@ -29,13 +30,13 @@ class Allocator:
 
     Args:
         store: with the coordinator's fence.
-        state_dir: unused here (every loop gets it).
-        decide: the decision; another one in tests.
+        state_dir: may hold ``allocator.yaml`` (:class:`planner.foresight.AllocatorSettings`).
+        decide: the decision; the cost-aware one when left out.
     """
 
-    def __init__(self, store: ClusterStore, state_dir: Path | None = None, decide: Decide = allocate) -> None:
+    def __init__(self, store: ClusterStore, state_dir: Path | None = None, decide: Decide | None = None) -> None:
         self._store = store
-        self._decide = decide
+        self._decide: Decide = decide if decide is not None else Foresight(read_settings(state_dir))
         remembered = store.document("node_health") or {}
         self._health: dict[str, NodeState] = {node: NodeState(state) for node, state in remembered.items()}
         self._first_seen: dict[str, float] = {}
@@ -61,6 +62,11 @@ class Allocator:
         self._tell_decision(allocation, view, now)
         self._tell_drained(view)
         self._view = view
+
+    def close(self) -> None:
+        """End what the decision runs in the background."""
+        if isinstance(self._decide, Foresight):
+            self._decide.close()
 
     # ------------------------------------------------------------------ reading
 

@@ -75,7 +75,7 @@ def test_evaluation_gives_slots_to_a_new_job_and_gets_them_back(store: ClusterSt
     assert tokens == sorted(tokens)
     decided = store.document("decision")
     assert decided is not None
-    assert "3 to evaluation" in decided["reason"]
+    assert "gave 3 slots to evaluation" in decided["reason"]
 
 
 def test_a_revoked_lease_that_is_not_given_back_ends_and_its_slot_waits_for_the_agents_word(
