@@ -6,6 +6,7 @@ It never writes to the cluster. The port is bound before it is told, so nobody c
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -76,8 +77,8 @@ def _take_lines(raw: bytes, curve: dict[int, float]) -> int:
     for line in whole.splitlines():
         try:
             row = json.loads(line)
-            if row.get("loss") is not None:
-                curve[int(row["step"])] = float(row["loss"])
+            if row.get("loss") is not None and math.isfinite(loss := float(row["loss"])):
+                curve[int(row["step"])] = loss
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return len(whole)

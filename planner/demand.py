@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,6 +32,13 @@ class Demand:
     """It lost a worker in the event that this demand answers."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """What a finer cost model wants to know besides (pending reports, state size, layouts)."""
+
+    def __post_init__(self) -> None:
+        numbers = [self.weight, self.transition_seconds, self.backlog_seconds, *self.throughput.values()]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise ValueError(f"demand of {self.holder}: rates, weight and seconds must be finite and not negative")
+        if self.min_slots < 0 or self.max_slots < 0 or any(count <= 0 for count in self.feasible):
+            raise ValueError(f"demand of {self.holder}: counts must be positive, found {self.feasible}")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON; the counts of ``throughput`` become text."""

@@ -6,6 +6,7 @@ The parts that DESIGN.md fixes are ``jobs``, ``slots`` and ``evaluation``; the r
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def _coordinator(store: ClusterStore) -> dict[str, Any] | None:
 
 def job_summary(job: str, record: Mapping[str, Any]) -> dict[str, Any]:
     """A job's record cut to what the document promises; ``faults`` as a number, whatever the record keeps."""
-    row = {name: record.get(name, default) for name, default in JOB_FIELDS.items()}
+    row = {name: _finite(record.get(name, default)) for name, default in JOB_FIELDS.items()}
     row["id"] = job
     row["name"] = row["name"] or job
     if isinstance(row["faults"], Sequence) and not isinstance(row["faults"], str):
@@ -65,6 +66,11 @@ def job_summary(job: str, record: Mapping[str, Any]) -> dict[str, Any]:
     if record.get("reason"):
         row["reason"] = record["reason"]
     return row
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a loss that is none is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def slot_rows(

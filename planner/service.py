@@ -15,7 +15,7 @@ from planner.allocation import Allocation, ClusterView, NodeView
 from planner.events import Action
 from planner.foresight import Foresight, read_settings
 from planner.health import NodeState, judge_all, transitions
-from planner.leases import Lease, RedisRestartedError, SlotsTakenError
+from planner.leases import SWEEP_GUARD, Lease, RedisRestartedError, SlotsTakenError
 from planner.store import ClusterStore, NodeFacts, lease_details
 from planner.types import Trigger
 
@@ -42,6 +42,8 @@ class Allocator:
         self._first_seen: dict[str, float] = {}
         self._quarantined_since: dict[str, float] = {}
         self._drained: set[str] = set()
+        self._last_round = 0.0
+        self._back_since = 0.0
         self._view: ClusterView | None = None
         self._told: tuple[Any, ...] | None = None
 
@@ -104,13 +106,23 @@ class Allocator:
 
     def _judge(self, facts: Mapping[str, NodeFacts], leases: tuple[Lease, ...], now: float) -> None:
         self._first_seen = {name: self._first_seen.get(name, now) for name in facts}
-        judged = judge_all(facts, self._store.heartbeats(), leases, now, known_since=self._first_seen)
+        judged = judge_all(facts, self._heartbeats(now), leases, now, known_since=self._first_seen)
         changes = transitions(self._health, judged)
         for change in changes:
             self._store.tell(change.action, old=change.old, new=change.new, reason=change.reason, node=change.node)
         self._health = {name: state for name, (state, _) in judged.items()}
         if changes:
             self._store.put_document("node_health", {name: str(state) for name, state in self._health.items()})
+
+    def _heartbeats(self, now: float) -> dict[str, float]:
+        """Heartbeats; time in which no round ran counts against no node that lived, as it counts against no lease."""
+        if now - self._last_round > SWEEP_GUARD:
+            self._back_since = now
+        self._last_round = now
+        return {
+            node: beat if self._health.get(node) is NodeState.DEAD else max(beat, self._back_since)
+            for node, beat in self._store.heartbeats().items()
+        }
 
     # ------------------------------------------------------------------ doing
 

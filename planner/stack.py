@@ -44,7 +44,7 @@ from planner.processes import (
     shared_memory_of,
     wait_gone,
 )
-from planner.redis_link import COMMAND_PATIENCE
+from planner.redis_link import COMMAND_PATIENCE, public_url
 from planner.redis_server import start_redis
 from planner.store import ClusterStore
 
@@ -75,8 +75,9 @@ class Stack:
 
     @property
     def shm(self) -> Path:
-        """Folder of its shared memory."""
-        return Path("/dev/shm") / f"planaria-{self.id}"
+        """Folder of its shared memory; below the state directory where the machine has none to write."""
+        base = Path("/dev/shm")
+        return (base if os.access(base, os.W_OK) else self.state_dir) / f"planaria-{self.id}"
 
     def save(self) -> None:
         """Write ``cluster.json``; it holds the password and the secret, so it is the owner's alone."""
@@ -220,12 +221,12 @@ def start_stack(
     Args:
         state_dir: where everything goes; the user's default when left out.
         slots: of the agent; its own default when left out.
-        url: a Redis to use instead of starting one.
+        url: a Redis to use instead of starting one; no other cluster may be active in it.
         components: which of :data:`COMPONENTS` to start.
         remember: let later commands find this stack without an option.
 
     Raises:
-        BadInputError: the state directory is busy or unusable.
+        BadInputError: the state directory or the Redis is busy or unusable.
         MissingServiceError: Redis is missing, unreachable, or refuses us.
         WorkFailedError: a process did not come up.
     """
@@ -245,6 +246,9 @@ def start_stack(
         if made and not (folder / "logs").exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise BadInputError(f"--state-dir {folder}: cannot be used ({what}); make room there or name another") from None
     if remember:
         with contextlib.suppress(OSError):
             remember_last_up(folder)
@@ -255,6 +259,12 @@ def _check_url(url: str) -> None:
     store = ClusterStore(url, patience=COMMAND_PATIENCE)
     try:
         store.ping()
+        lock = store.coordinator()
+        if lock is not None and lock.expires > store.server_time():
+            raise BadInputError(
+                f"--url {public_url(url)}: a cluster is active there already (coordinator {lock.owner}); "
+                "add this host to it with planaria agent, or name another Redis"
+            )
     finally:
         store.close()
 
@@ -477,6 +487,7 @@ def up_command(
 ) -> int:
     """``planaria up``."""
     components = COMPONENTS if dashboard else tuple(name for name in COMPONENTS if name != "dashboard")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # half a stack is torn down, as after Ctrl-C
     stack = start_stack(state_dir, slots=slots, url=url, components=components)
     if json_output:
         print(json.dumps(stack.to_json()))

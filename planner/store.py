@@ -462,7 +462,16 @@ class ClusterStore:
         if not keys:
             return []
         values = self.link.call(lambda client: client.mget(keys))
-        return [Demand.from_json(json.loads(value)) for value in values if value is not None]
+        found: list[Demand] = []
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                continue
+            try:
+                found.append(Demand.from_json(json.loads(value)))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self.refuse(key.removeprefix(PREFIX), value, _why(error))  # one bad demand must not stop all others
+                self.link.call(partial(_delete, key=key))
+        return found
 
     def put_job(self, job: str, record: Mapping[str, Any]) -> None:
         """Replace a job's record (the supervisor alone writes it)."""
@@ -490,6 +499,10 @@ class ClusterStore:
 
 def _xread(client: Any, *, key: str, after: str, count: int, block: int | None) -> Any:
     return client.xread({key: after}, count=count, block=block)
+
+
+def _delete(client: Any, *, key: str) -> Any:
+    return client.delete(key)
 
 
 def lease_details(lease: Lease) -> dict[str, Any]:

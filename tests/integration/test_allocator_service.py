@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from planner.demand import Demand
 from planner.errors import FencedError
 from planner.events import Action
 from planner.service import Allocator
-from planner.store import ClusterStore
+from planner.store import ClusterStore, NodeFacts
 from tests.support.redis import SlotAgent, await_that
 
 
@@ -148,6 +149,34 @@ def test_a_coordinator_that_was_overtaken_can_change_nothing(store: ClusterStore
         with pytest.raises(FencedError):
             old.allocator.tick(time.time())
         assert store.leases() == []
+
+
+def test_one_demand_that_is_none_stops_no_other(store: ClusterStore) -> None:
+    with SlotAgent(store, "n1", 1):
+        us = Coordinating(store)
+        good = _training("a", 1, 1)
+        store.set_demand("job:a", good)
+        bad = good.to_json() | {"weight": -1.0}
+        for key, text in (("x", "not JSON"), ("y", json.dumps(bad)), ("z", "{}"), ("q", "[]")):
+            store.link.call(lambda client, k=key, t=text: client.set(f"planaria:demand:job:{k}", t))
+        us.tick_until(lambda: _slots(store, "job:a") == 1, "granted")
+        assert store.demands() == [good]
+    assert _actions(store).count(Action.MESSAGE_REFUSED) == 4
+
+
+def test_time_in_which_nobody_decided_counts_against_no_node(
+    store: ClusterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.service.SWEEP_GUARD", 0.5)
+    monkeypatch.setattr("planner.health.SUSPECTED_AFTER", 0.6)
+    store.register_node(NodeFacts(name="n1", address="127.0.0.1", slots=1, boot="b"))
+    store.heartbeat("n1")
+    us = Coordinating(store)
+    us.allocator.tick(time.time())
+    time.sleep(0.8)  # Redis or the coordinator is away: no heartbeat could be seen
+    us.allocator.tick(time.time())
+    assert Action.NODE_SUSPECTED not in _actions(store)
+    us.tick_until(lambda: Action.NODE_SUSPECTED in _actions(store), "it is silent although everyone is back")
 
 
 def test_state_dir_is_no_part_of_the_decision(store: ClusterStore, tmp_path: Path) -> None:

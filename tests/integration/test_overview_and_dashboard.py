@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from planner.dashboard import LossCurves, document
+from planner.errors import BadInputError
 from planner.events import Action
 from planner.leases import GrantRequest, Revocation
 from planner.overview import JOB_FIELDS, find_named, overview
+from planner.status import cordon_command, drain_command, nodes_command, status_command, uncordon_command
 from planner.store import ClusterStore, NodeFacts
 from tests.support.redis import await_that
 
@@ -55,7 +57,8 @@ def test_the_document_has_the_promised_shape(store: ClusterStore, tmp_path: Path
     assert found["evaluation"] == {"queued": 2, "running": 1, "done": 4, "workers": 1}
     (node,) = found["nodes"]
     assert (node["state"], node["held"], node["cordoned"]) == ("alive", 2, None)
-    json.dumps(found)
+    store.put_job("b", {"loss": float("nan"), "ettr": float("inf")})
+    json.dumps(overview(store), allow_nan=False)
 
 
 def test_an_empty_cluster_has_the_same_shape(store: ClusterStore) -> None:
@@ -73,7 +76,7 @@ def test_an_empty_cluster_has_the_same_shape(store: ClusterStore) -> None:
 def test_status_prints_tables_and_one_document(store: ClusterStore, tmp_path: Path) -> None:
     _fill(store, tmp_path)
     environment = {**os.environ, "PLANARIA_URL": store.url, "COLUMNS": "180"}
-    for arguments in (["status"], ["status", "a"], ["nodes"]):
+    for arguments in (["status", "a"], ["nodes"]):
         done = subprocess.run(
             [sys.executable, "-m", "planner.cli", *arguments],
             env=environment,
@@ -89,9 +92,28 @@ def test_status_prints_tables_and_one_document(store: ClusterStore, tmp_path: Pa
     assert json.loads(done.stdout)["jobs"][0]["loss"] == 2.5
 
 
-def test_the_nearest_names_are_offered() -> None:
-    from planner.errors import BadInputError
+def test_cordon_drain_uncordon_are_told_once_and_shown(
+    store: ClusterStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fill(store, tmp_path)
+    for command, mode in (
+        (cordon_command, "cordon"),
+        (cordon_command, "cordon"),
+        (drain_command, "drain"),
+        (uncordon_command, None),
+    ):
+        assert command(node="n1", state_dir=None, url=store.url) == 0
+        assert overview(store)["nodes"][0]["cordoned"] == mode
+        assert "n1" in capsys.readouterr().out
+    assert nodes_command(json_output=True, state_dir=None, url=store.url) == 0
+    assert json.loads(capsys.readouterr().out)["nodes"][0]["name"] == "n1"
+    changes = [(event.old, event.new) for event in store.last_events() if event.action.value.startswith("node.")]
+    assert changes == [(None, "cordon"), ("cordon", "drain"), ("drain", None)]
+    with pytest.raises(BadInputError, match="nosuchjob: not known here"):
+        status_command(job="nosuchjob", json_output=True, state_dir=None, url=store.url)
 
+
+def test_the_nearest_names_are_offered() -> None:
     assert find_named("node", "n1", ["n1"]) == "n1"
     with pytest.raises(BadInputError, match="did you mean node-1"):
         find_named("node", "nod-1", ["node-1", "other"])
@@ -106,7 +128,9 @@ def test_loss_curves_follow_the_file_and_the_last_line_of_a_step_counts(tmp_path
     path.write_text("".join(json.dumps({"step": n, "loss": 5.0 - n}) + "\n" for n in (1, 2, 3)) + '{"step": 4, "lo')
     assert curves.points("a", record) == [(1, 4.0), (2, 3.0), (3, 2.0)]
     with path.open("a") as stream:
-        stream.write('ss": 1.5}\n{"step": 3, "loss": 2.25}\nnot JSON\n{"step": 5, "loss": null}\n[]\n')
+        stream.write(
+            'ss": 1.5}\n{"step": 3, "loss": 2.25}\nnot JSON\n{"step": 5, "loss": null}\n[]\n{"step": 6, "loss": NaN}\n'
+        )
     assert curves.points("a", record) == [(1, 4.0), (2, 3.0), (3, 2.25), (4, 1.5)]
     path.write_text('{"step": 1, "loss": 9.0}\n')  # shorter: a new file
     assert curves.points("a", record) == [(1, 9.0)]

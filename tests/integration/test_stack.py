@@ -89,15 +89,10 @@ def test_up_status_down_and_nothing_is_left(folder: Path, environment: dict[str,
         ("local", 1, None),
     ]
     assert {"queued", "running", "done", "workers"} <= document["evaluation"].keys()
-    for arguments in (("status",), ("nodes",), ("cordon", "local"), ("nodes", "--json"), ("uncordon", "local")):
-        done = planaria(*arguments, environment=environment)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
-    for arguments in (("status", "nosuchjob"), ("drain", "locl")):
-        done = planaria(*arguments, environment=environment)
-        assert done.returncode == 2
-        assert len(done.stderr.strip().splitlines()) == 1
-        assert "not known here" in done.stderr
+    done = planaria("drain", "locl", environment=environment)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "did you mean local" in done.stderr
 
     again = planaria("up", "--state-dir", str(folder), environment=environment)
     assert again.returncode == 2
@@ -197,6 +192,42 @@ def test_a_failing_start_tears_all_down(folder: Path, environment: dict[str, str
         except OSError:
             continue
     assert planaria("status", "--state-dir", str(folder), environment=environment).returncode == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_up_that_is_ended_half_way_leaves_nothing_or_what_down_ends(
+    folder: Path, environment: dict[str, str], number: signal.Signals
+) -> None:
+    starting = subprocess.Popen(
+        [*PLANARIA, "up", "--state-dir", str(folder)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+    def half_way() -> bool:
+        return (folder / "cluster.json").exists() and "coordinator" in stack_of(folder).processes
+
+    await_that(half_way, 30.0, "the coordinator was started")
+    stack = stack_of(folder)
+    starting.send_signal(number)
+    starting.communicate(timeout=30)
+    if number is signal.SIGKILL:
+        refused = planaria("up", "--state-dir", str(folder), environment=environment)
+        assert refused.returncode == 2, refused.stderr
+        assert planaria("down", "--state-dir", str(folder), environment=environment).returncode == 0
+    else:
+        assert starting.returncode == 130
+    assert_nothing_left(stack, port_of(stack))
+
+
+def test_a_redis_in_which_a_cluster_is_active_is_not_taken_by_a_second_one(
+    folder: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    up(folder, environment, "--slots", "1", "--no-dashboard")
+    second = tmp_path / "second"
+    done = planaria("up", "--state-dir", str(second), "--url", stack_of(folder).url, environment=environment)
+    assert done.returncode == 2
+    assert "a cluster is active there already" in done.stderr
+    assert not second.exists()
 
 
 def test_redis_unreachable_or_refusing_is_exit_3_and_nothing_is_made(
