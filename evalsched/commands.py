@@ -1,4 +1,4 @@
-"""``planaria eval``, ``watch``, ``report`` and ``retry``."""
+"""``planaria eval`` and ``planaria watch``."""
 
 from __future__ import annotations
 

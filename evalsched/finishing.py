@@ -10,6 +10,7 @@ from typing import Any
 from evalsched.engine_check import compare_responses, sample_documents
 from evalsched.evaluation import answers_of, keep_scores, score_job
 from evalsched.ledger import Ledger
+from evalsched.reports import refresh_report
 from evalsched.runs import Run
 from evalsched.scoring import ScoreJob, ScoreOutcome
 from evalsched.types import Response, Shard, digest_of
@@ -37,7 +38,7 @@ def note_check(run: Run, responses: list[Response]) -> None:
 
 
 def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcome]) -> ScoreOutcome:
-    """Answers from the ledger into a file, lm-eval's scoring, scores into the ledger.
+    """Answers from the ledger into a file, lm-eval's scoring, scores into the ledger, the report renewed.
 
     Raises:
         WorkFailedError: answers are missing, or scoring failed.
@@ -64,5 +65,6 @@ def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcom
     )
     outcome = scorer(job)
     keep_scores(ledger, run.prepared.trials, outcome)
+    refresh_report(Path(run.spec.output))
     run.timings["score_seconds"] = time.monotonic() - started
     return outcome

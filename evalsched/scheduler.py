@@ -40,6 +40,8 @@ START_TIMEOUT = 60.0
 FRUITLESS_STARTS = 3
 GRACE_SECONDS = 5.0
 STATUS_SECONDS = 0.5
+MAX_ROWS = 500
+"""Runs that the status shows, the newest."""
 
 
 @dataclass
@@ -87,6 +89,7 @@ class EvaluationScheduler:
         )
         self._busy_until = 0.0
         self._status: tuple[float, dict[str, Any]] = (0.0, {})
+        self._finished = _finished_rows(store.document("evaluation"))
         self._conductor.restore()
 
     def _fence(self) -> int:
@@ -345,6 +348,12 @@ class EvaluationScheduler:
         self._status = (now, status)
 
 
+def _finished_rows(document: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Runs that an earlier scheduler finished, as its last status told them."""
+    over = {TrialState.DONE.value, TrialState.FAILED.value, TrialState.SKIPPED.value}
+    return [row for row in (document or {}).get("runs", []) if row.get("state") in over]
+
+
 def _run_row(run: Run, now: float) -> dict[str, Any]:
     share, left = run.progress(now)
     return {
@@ -353,6 +362,7 @@ def _run_row(run: Run, now: float) -> dict[str, Any]:
         "step": run.spec.step,
         "state": run.state.value,
         "reason": run.reason,
+        "failed": sorted(run.failed),
         "tasks": list(run.spec.settings.tasks),
         "share": round(share, 3),
         "seconds_left": None if left is None else round(left, 1),

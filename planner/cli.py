@@ -310,14 +310,14 @@ def report(
 ) -> None:
     """The report of a job or of a results folder."""
     _call(
-        "evalsched.commands:report_command", job_or_dir=job_or_dir, format_=format_.value, state_dir=state_dir, url=url
+        "evalsched.report_command:report_command", job_or_dir=job_or_dir, format_=format_.value, state_dir=state_dir, url=url
     )
 
 
 @app.command()
 def retry(trial: str, state_dir: StateDir = None, url: Url = None) -> None:
     """Put a failed trial back into the queue."""
-    _call("evalsched.commands:retry_command", trial=trial, state_dir=state_dir, url=url)
+    _call("evalsched.report_command:retry_command", trial=trial, state_dir=state_dir, url=url)
 
 
 @tasks_app.command("list")
