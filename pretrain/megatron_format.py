@@ -27,7 +27,6 @@ import torch.distributed as dist
 import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, _split_by_size_and_type
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
@@ -220,18 +219,20 @@ def write_parts(sharded: Any, common: dict[str, Any], folder: Path, *, thread_co
     """:func:`write_dist` for a state that is split into its sharded and its common part already.
 
     Returns:
-        xxh3 of the shard files that this rank wrote, by name in ``folder``.
+        xxh3 of the data files that this rank wrote, by name in ``folder``.
     """
-    strategy = ThreadedSaveStrategy(thread_count)
+    strategy, common_hash = ThreadedSaveStrategy(thread_count), None
     with quiet_torch():
         with agreed(f"writing {COMMON}"):
             if dist.get_rank() == 0:
-                get_default_save_common_strategy().save_common(common, str(folder))
+                with HashingStream(str(folder / COMMON)) as stream:  # torch's own writer hides why a disk refuses
+                    torch.save(common, stream)
+                    common_hash = stream.sync()
         strategy.save(sharded, folder)
         with agreed("finishing the save"):
             if dist.get_rank() == 0:
                 save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-    return strategy.written
+    return strategy.written if common_hash is None else strategy.written | {COMMON: common_hash}
 
 
 def read_common(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -73,6 +74,9 @@ class Member:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         os.close(self._read)
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
 
 
 class Pool:
@@ -110,6 +114,20 @@ class Pool:
         for member in self.active:
             member.send(do, **arguments)
         return [member.answer(seconds) for member in self.active]
+
+    def errors(self, do: str, seconds: float = 90, **arguments: Any) -> list[str]:
+        """Run a command that fails on every active rank; each rank's error."""
+        for member in self.active:
+            member.send(do, **arguments)
+        found = []
+        for rank, member in enumerate(self.active):
+            try:
+                value = member.answer(seconds)
+            except RankFailedError as error:
+                found.append(str(error).splitlines()[0])
+            else:
+                found.append(f"rank {rank} did not fail: {value}")
+        return found
 
     def train(self, steps: int) -> list[float]:
         """Train; the losses as rank 0 knows them."""
