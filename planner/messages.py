@@ -250,6 +250,8 @@ class Reform(Message):
     """Old rank → new rank of those that take part. A rank that is not named is not needed any more and exits 0; one
     that waits to join and is given a number from ``world_size`` on goes on waiting under that name."""
     world_size: int
+    joining: list[int] = []
+    """New ranks that hold no state yet: they receive it from a peer."""
     at_boundary: bool = False
     """True: nobody is broken, so finish the step in hand first (all ranks agree on the step); False: leave at once."""
     fired_faults: list[int] = []

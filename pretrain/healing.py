@@ -20,6 +20,7 @@ from planner.pretrain_config import Phase
 from planner.severity import name_exception
 from pretrain import transfer
 from pretrain.collective import Membership, collective_of, leave_collective
+from pretrain.optimizer import build_optimizer
 from pretrain.reform import PEER_TROUBLE, Account, exchange
 
 if TYPE_CHECKING:
@@ -89,6 +90,9 @@ def enter(trainer: Trainer, order: Reform, *, newcomer: bool = False) -> None:
         machine.injector.fire(Phase.REFORM, trainer.state.step + 1)
         reformer.connect(order, machine.layout, machine.membership)
         reformer.swap(machine)
+        if order.joining:
+            # Megatron compares the parameter groups of all ranks when an optimizer is built, as newcomers do now.
+            build_optimizer(trainer.config, [machine.chunk])
     accounts = exchange(account_of(trainer, newcomer))
     alignment = align([account.standing for account in accounts], trainer.config.batch.micro_batches)
     _catch_up(trainer, accounts, alignment, newcomer)
