@@ -13,7 +13,7 @@ from math import gcd
 
 from planner.demand import Demand
 from planner.leases import GrantRequest, Lease, Revocation
-from planner.types import Alternative, Decision, Plan, Slot, Trigger
+from planner.types import Alternative, Decision, JobKind, Node, Plan, Slot, Trigger
 
 EVALUATION = "evaluation"
 """The holder that asks for evaluation's slots; its leases are held by ``evaluation:<slot>``, one slot each."""
@@ -248,8 +248,11 @@ class _Round:
         elif count > len(self.free) and demand.kind != EVALUATION:
             self.waiting[demand.holder] = f"{count} more slots are being freed for it, {len(self.free)} are free so far"
             count = 0 if self.more_to_come else _largest(demand, have + len(self.free)) - have
+        count = min(count, len(self.free))
         if count > 0:
-            taken = _choose(self.free, count, keep)
+            taken = _choose(self.free, count, keep, demand)
+            if not taken:
+                self.waiting[demand.holder] = f"no {count} of the free slots are whole groups of {_group(demand)}"
             self.free = [slot for slot in self.free if slot not in taken]
             self.grants += _requests(demand, taken, self.decision)
 
@@ -338,14 +341,34 @@ def _why_waiting(view: ClusterView, demand: Demand, usable: int) -> str:
     return missing + (f"; not usable: {', '.join(out)}" if out else "")
 
 
-def _choose(free: Sequence[Slot], count: int, keep: Sequence[Lease]) -> list[Slot]:
-    """Slots on nodes that the holder is on already, then on the node with the most free ones (fewest nodes)."""
-    present = {lease.node for lease in keep}
-    per_node: dict[str, int] = {}
-    for slot in free:
-        per_node[slot.node] = per_node.get(slot.node, 0) + 1
-    order = sorted(free, key=lambda s: (s.node not in present, -per_node[s.node], s.node, s.index))
-    return order[:count]
+def _group(demand: Demand) -> int:
+    """Slots that must lie together on a node: the job's tensor-parallel size."""
+    return max(1, int(demand.details.get("group", 1)))
+
+
+def _choose(free: Sequence[Slot], count: int, keep: Sequence[Lease], demand: Demand) -> list[Slot]:
+    """``count`` more slots by :mod:`planner.placement`, or none if they cannot be had in whole groups.
+
+    Nothing that is held moves: the flow is over the free slots and what the holder keeps. It stays on the holder's own
+    nodes first; then training takes the node with the most free slots, evaluation the one with the fewest.
+    """
+    # networkx is only needed when slots change hands
+    from planner.placement import NotPlaceableError, Request, place
+    from planner.topology import Topology
+
+    held = {Slot(lease.node, index) for lease in keep for index in lease.slots}
+    there = {*free, *held}
+    sizes = {node: 1 + max(s.index for s in there if s.node == node) for node in {s.node for s in there}}
+    nodes = tuple(Node(name=node, slots=size) for node, size in sorted(sizes.items()))
+    lost = frozenset(slot for node in nodes for slot in node.slot_list() if slot not in there)
+    kind = JobKind.EVALUATION if demand.kind == EVALUATION else JobKind.PRETRAIN
+    group, total = _group(demand), len(held) + count
+    request = Request(job=demand.holder, count=total - total % group, group=group, kind=kind, held=frozenset(held))
+    try:
+        placement = place(Topology(nodes, lost), [request])
+    except NotPlaceableError:
+        return []
+    return [] if placement.released[demand.holder] else list(placement.new[demand.holder])
 
 
 def _requests(demand: Demand, slots: Sequence[Slot], decision: Decision) -> list[GrantRequest]:

@@ -16,7 +16,8 @@ from planner.event_table import EventTable
 from planner.lending import Backlog, LendingPlan, LendingPolicy, PendingReport, lend
 from planner.objective import spare_values, waf
 from planner.solver import decide
-from planner.types import Alternative, Cluster, Decision, Job, JobKind, Plan, ThroughputProfile
+from planner.topology import Topology, ceilings
+from planner.types import Alternative, Cluster, Decision, Job, JobKind, Node, Plan, Slot, ThroughputProfile
 
 if TYPE_CHECKING:
     from planner.allocation import ClusterView
@@ -144,6 +145,15 @@ def training_jobs(view: ClusterView, held: Mapping[str, int], before: Mapping[st
     return tuple(found)
 
 
+def group_ceilings(view: ClusterView, jobs: Sequence[Job]) -> dict[int, int] | None:
+    """What whole groups can use of the usable nodes (:func:`planner.topology.ceilings`): the plan can be placed."""
+    groups = [job.group for job in jobs]
+    if all(group == 1 for group in groups):
+        return None
+    nodes = tuple(Node(name=n.name, slots=n.slots) for n in view.nodes if (n.usable or n.kept) and n.own is None)
+    return ceilings(Topology(nodes, frozenset(Slot.parse(name) for name in view.stuck)), groups)
+
+
 @dataclass(frozen=True)
 class CostAware:
     """``planner(view, slots) -> Decision`` for :func:`planner.allocation.allocate`."""
@@ -166,8 +176,11 @@ class CostAware:
             counts = dict.fromkeys((demand.holder for demand in view.demands), 0)
             return Decision(plan=Plan(counts, 0, 0.0), reason="no slot is usable", trigger=view.trigger)
         cluster = cluster_of(slots, jobs, self.settings)
-        found = self.table.answer_for_state(cluster, jobs) if self.table else None
-        training = replace(found, trigger=view.trigger) if found else decide(cluster, jobs, view.trigger, explain=True)
+        most = group_ceilings(view, jobs)
+        found = self.table.answer_for_state(cluster, jobs) if self.table and most is None else None
+        training = (
+            replace(found, trigger=view.trigger) if found else decide(cluster, jobs, view.trigger, True, ceilings=most)
+        )
         if not evaluation:
             return training
         return self._with_evaluation(cluster, jobs, training, evaluation[0], held, now)

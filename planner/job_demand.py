@@ -28,4 +28,5 @@ def demand(job: JobRecord) -> Demand | None:
         transition_seconds=TRANSITION_SECONDS,
         since=job.submitted,
         faulted=job.fault is not None,
+        details={"group": config.parallel.tensor},
     )

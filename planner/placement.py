@@ -198,11 +198,9 @@ class _Flow:
 
     def _ranked(self) -> list[str]:
         """Training goes to the emptiest nodes first, evaluation to the fullest: fragments."""
-        taken = {
-            node: self.topology.capacities[node] - left + self._displaced(node) for node, left in self.left.items()
-        }
-        sign = -1 if self.evaluation else 1
-        return sorted(self.left, key=lambda node: (sign * taken[node], node))
+        free = {node: left - self._displaced(node) for node, left in self.left.items()}
+        sign = 1 if self.evaluation else -1
+        return sorted(self.left, key=lambda node: (sign * free[node], node))
 
     def _displaced(self, node: str) -> int:
         """Slots that jobs placed later hold there now."""

@@ -49,17 +49,23 @@ def _priced(cluster: Cluster, jobs: Sequence[Job], solution: Solution) -> tuple[
     return Plan(assignments, left, total + spare_worth(cluster, left) + 0.0), prices
 
 
-def decide(cluster: Cluster, jobs: Sequence[Job], trigger: Trigger | None = None, explain: bool = False) -> Decision:
+def decide(
+    cluster: Cluster,
+    jobs: Sequence[Job],
+    trigger: Trigger | None = None,
+    explain: bool = False,
+    ceilings: Mapping[int, int] | None = None,
+) -> Decision:
     """The decision for an event that has already been applied to ``cluster`` and ``jobs``.
 
     ``explain`` adds, for each job, the best plan in which it gets another count (the first of them is the
     second-best plan of all).
     """
-    whole = program(cluster, jobs)
+    whole = program(cluster, jobs, ceilings)
     solution = whole.solve()
     decision = describe(cluster, jobs, solution, trigger)
-    if not explain:
-        return decision
+    if not explain or ceilings is not None:
+        return decision  # the tables that the runners-up come from know no ceilings
     return replace(decision, alternatives=runner_ups(cluster, jobs, decision.plan, whole))
 
 

@@ -127,6 +127,36 @@ def test_prices_and_spares_enter_when_turned_on() -> None:
     assert spare(view(training("a"), leases=leases), 3).plan.assignments == {"job:a": 2}
 
 
+def test_tensor_groups_stay_on_one_node_and_the_plan_knows_what_nodes_have_room_for() -> None:
+    wide = Demand("job:w", "pretrain", 1.0, 2, 6, (2, 4, 6), {2: 2e9, 4: 4e9, 6: 6e9}, 1.0, details={"group": 2})
+    nodes = (NodeView(name="a", slots=3, usable=True), NodeView(name="b", slots=3, usable=True))
+    found = allocate(ClusterView(nodes=nodes, demands=(wide, evaluation())), 0.0, CostAware())
+    assert found.decision.plan.assignments == {"job:w": 4, "evaluation": 2}, "six slots have room for two groups only"
+    mine = [grant for grant in found.grants if grant.holder == "job:w"]
+    assert sorted((grant.node, len(grant.slots)) for grant in mine) == [("a", 2), ("b", 2)]
+    assert sum(len(grant.slots) for grant in found.grants) == 6
+
+
+def test_evaluation_takes_what_is_free_of_what_it_is_given() -> None:
+    leaving = dataclasses.replace(lease("job:old", 0), revoked=5.0)
+    found = allocate(view(evaluation(), slots=3, leases=(leaving,)), 0.0, CostAware())
+    assert found.decision.plan.assignments == {"evaluation": 3}
+    assert sorted(slot for grant in found.grants for slot in grant.slots) == [1, 2]
+
+
+def test_training_takes_the_emptiest_node_and_evaluation_the_fullest() -> None:
+    nodes = (NodeView(name="a", slots=4, usable=True), NodeView(name="b", slots=4, usable=True))
+    other = Lease(id="x", token=1, holder="job:x", node="a", slots=(0,), granted=0.0, expires=9.0, ttl=9.0)
+    demands = (training("x", {1: 1e9}, max_slots=1, feasible=(1,)), training("y", {3: 1e9}, min_slots=3, feasible=(3,)))
+    small = dataclasses.replace(evaluation(), max_slots=1)
+    found = allocate(ClusterView(nodes=nodes, demands=(*demands, small), leases=(other,)), 0.0, CostAware())
+    where = {grant.holder.split(":")[0] + grant.holder[-2:]: grant.node for grant in found.grants}
+    assert {node for holder, node in where.items() if holder.startswith("job")} == {"b"}
+    assert {node for holder, node in where.items() if holder.startswith("evaluation")} == {"b"}, (
+        "one slot is left there"
+    )
+
+
 def test_it_drives_the_allocation_and_settles() -> None:
     planner = CostAware()
     demands = (training("a"), evaluation())
