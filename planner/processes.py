@@ -46,13 +46,15 @@ class ProcessId:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start of a running process in ticks since boot; None when there is none or it is a zombie."""
+    """Start of a running process in ticks since boot; None when there is none or all of it is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything, blanks too
-    return None if fields[0] in "ZX" else int(fields[19])
+    # A zombie with more than one thread is none yet: one in uninterruptible I/O still holds its files and ports.
+    gone = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
+    return None if gone else int(fields[19])
 
 
 def marked(stack: str) -> list[ProcessId]:
