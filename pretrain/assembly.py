@@ -83,6 +83,7 @@ def _join_running(spec: RankSpec, channel: Channel, text: _Text, where: torch.de
     """Prepared: say so, wait for the order, and join the running ranks with the state that a peer sends."""
     waiting = Waiting(reformer.orders)
     channel.listen(waiting.on_agent)
+    _warm_up()
     channel.send(RankPhase(phase="ready", step=0, time=time.time()))
     order = reformer.await_order(spec.incarnation, None)
     layout = reformer.layout_of(order)
@@ -97,6 +98,14 @@ def _join_running(spec: RankSpec, channel: Channel, text: _Text, where: torch.de
     channel.listen(trainer.on_agent)
     healing.enter(trainer, order, newcomer=True)
     return trainer
+
+
+def _warm_up() -> None:
+    """What a process does once and late (the first optimizer loads torch's compiler stack): now, while nobody waits."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    warm = torch.optim.AdamW([parameter], lr=0.1)
+    parameter.sum().backward()
+    warm.step()
 
 
 class _Built:
