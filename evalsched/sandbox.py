@@ -84,7 +84,8 @@ umount -l old
 mount -o remount,ro,nosuid,nodev / 2>/dev/null || true
 mount -t tmpfs -o size=16m,mode=1777,nosuid,nodev none /tmp
 cd /tmp
-exec "$@"
+"$@" || exit $?
+exit 0
 """
 
 
