@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from planner.allocation import Allocation, ClusterView, allocate
 from planner.demand import Demand
 from planner.errors import FencedError
 from planner.events import Action
 from planner.service import Allocator
 from planner.store import ClusterStore, NodeFacts
+from planner.types import Trigger
 from tests.support.redis import SlotAgent, await_that
 
 
@@ -132,7 +134,7 @@ def test_a_drained_node_is_left_and_a_cordoned_one_keeps_what_runs(store: Cluste
         store.cordon(lease.node, "cordon")
         for _ in range(3):
             us.allocator.tick(time.time())
-        assert store.leases("job:a") == [lease]
+        assert [one.id for one in store.leases("job:a")] == [lease.id]
         store.cordon(lease.node, "drain")
         us.tick_until(lambda: any(x.revoked for x in store.leases(node=lease.node)), "revoked")
         store.release(next(x for x in store.leases(node=lease.node)))
@@ -149,6 +151,32 @@ def test_a_coordinator_that_was_overtaken_can_change_nothing(store: ClusterStore
         with pytest.raises(FencedError):
             old.allocator.tick(time.time())
         assert store.leases() == []
+
+
+def test_the_decision_is_made_anew_only_when_something_happened(store: ClusterStore) -> None:
+    made: list[Trigger] = []
+
+    def decide(view: ClusterView, now: float) -> Allocation:
+        made.append(view.trigger)
+        return allocate(view, now)
+
+    us = Coordinating(store)
+    us.allocator = Allocator(store, decide=decide)
+    with SlotAgent(store, "n1", 1):
+        store.set_demand("job:a", _training("a", 1, 1))
+        us.tick_until(lambda: _slots(store, "job:a") == 1, "granted")
+        us.allocator.tick(time.time())
+        us.allocator.tick(time.time())
+        before = len(made)
+        for _ in range(5):
+            us.allocator.tick(time.time())
+        assert len(made) == before, "nothing happened, yet a plan was made"
+        store.tell(Action.EXPORT_PUBLISHED, job="a", step=5)
+        us.allocator.tick(time.time())
+        assert made[-1] is Trigger.CHECKPOINT_PUBLISHED
+        store.drop_demand("job:a")
+        us.allocator.tick(time.time())
+        assert made[-1] is Trigger.JOB_ENDED
 
 
 def test_one_demand_that_is_none_stops_no_other(store: ClusterStore) -> None:
