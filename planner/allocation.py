@@ -57,15 +57,14 @@ class ClusterView:
     trigger: Trigger = Trigger.TIMER
 
     def signature(self) -> tuple[object, ...]:
-        """Equal for two views that lead to the same decision, whatever expires when."""
+        """Equal for two views that lead to the same decision, whatever expires when and what led to them."""
         return (
             self.nodes,
-            tuple((d.holder, d.kind, d.weight, d.min_slots, d.max_slots, d.feasible, tuple(d.throughput.items()),
-                   d.faulted, round(d.backlog_seconds)) for d in self.demands),
+            self.demands,
             tuple((lease.id, lease.revoked is not None) for lease in self.leases),
             self.quarantine,
             self.stuck,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,11 @@ from planner.types import Trigger
 STUCK_SECONDS = 10.0
 """Seconds in quarantine after which no plan counts on a slot."""
 
+TIMER_SECONDS = 2.0
+"""Seconds after which the decision is made anew although nothing happened (waiting grows older)."""
+_LIGHT = (Trigger.TIMER, Trigger.BACKLOG_CHANGED)
+"""Triggers that say less than that a checkpoint was published."""
+
 Decide = Callable[[ClusterView, float], Allocation]
 
 
@@ -46,6 +51,9 @@ class Allocator:
         self._back_since = 0.0
         self._view: ClusterView | None = None
         self._told: tuple[Any, ...] | None = None
+        self._position = store.end_of("events")
+        self._idle = False
+        self._decided_at = 0.0
 
     def tick(self, now: float) -> None:
         """One round.
@@ -58,17 +66,35 @@ class Allocator:
             self._tell_lease(Action.LEASE_EXPIRED, lease, _why_ended(lease))
         server_now = store.server_time()
         view = self._read(server_now)
-        view = replace(view, trigger=trigger(self._view, view))
+        view = replace(view, trigger=self._trigger(view))
+        self._tell_drained(view)
+        last, self._view = self._view, view
+        if self._settled(last, view, server_now):
+            return
+        self._decided_at = server_now
         allocation = self._decide(view, server_now)
+        self._idle = allocation.idle
         self._carry_out(allocation)
         self._tell_decision(allocation, view, now)
-        self._tell_drained(view)
-        self._view = view
 
     def close(self) -> None:
         """End what the decision runs in the background."""
         if isinstance(self._decide, Foresight):
             self._decide.close()
+
+    def _settled(self, last: ClusterView | None, view: ClusterView, now: float) -> bool:
+        """Nothing happened since a decision that changed nothing: the same one would come out again."""
+        if last is None or not self._idle or view.trigger is not Trigger.TIMER:
+            return False
+        return view.signature() == last.signature() and now - self._decided_at < TIMER_SECONDS
+
+    def _trigger(self, view: ClusterView) -> Trigger:
+        """What happened since the last round."""
+        entries = self._store.read_events(self._position)
+        self._position = entries[-1].id if entries else self._position
+        found = trigger(self._view, view)
+        published = any(entry.payload and entry.payload.action is Action.EXPORT_PUBLISHED for entry in entries)
+        return Trigger.CHECKPOINT_PUBLISHED if published and found in _LIGHT else found
 
     # ------------------------------------------------------------------ reading
 
@@ -166,7 +192,7 @@ class Allocator:
         busy = {lease.node for lease in view.leases}
         empty = {node.name for node in view.nodes if node.drained and node.name not in busy}
         for node in sorted(empty - self._drained):
-            if self._view is not None:
+            if self._view is not None:  # the first round cannot know whether it was told before
                 self._store.tell(Action.NODE_DRAINED, reason="no work is left on it", node=node)
         self._drained = empty
 
