@@ -20,6 +20,7 @@ from planner.pretrain_config import PretrainConfig
 from planner.stack import start_stack, stop_stack
 from planner.store import ClusterStore
 from pretrain.agent_devices import find_devices
+from pretrain.evaluation_wait import wait_until_evaluated
 from pretrain.submission import check_slots, new_job_id, read_config
 
 EXIT_OF = {
@@ -117,13 +118,13 @@ def run(*, config: Path, slots: int | None, state_dir: Path | None, overrides: l
     stack = start_stack(state_dir, slots=devices.slots, remember=False)
     store = ClusterStore(stack.url, stack.secret)
     try:
-        with _preemptible() as asked:
+        with preemptible() as asked:
             job = send(store, settings)
             say(f"{job}: submitted, state in {stack.state_dir}")
             record = _follow(store, job, asked)
             if JobState(record["state"]) == JobState.DONE:
                 _finish_evaluation(store, job, bool(settings.evaluate.tasks), asked)
-            record = _accounted(store, job)
+            record = final_record(store, job)
     finally:
         store.close()
         stop_stack(stack.state_dir)
@@ -140,7 +141,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class _Asked:
+class Asked:
     """Whether a signal asked to stop."""
 
     def __init__(self) -> None:
@@ -149,8 +150,9 @@ class _Asked:
 
 
 @contextlib.contextmanager
-def _preemptible() -> Iterator[_Asked]:
-    asked = _Asked()
+def preemptible() -> Iterator[Asked]:
+    """Turn the first SIGTERM or SIGINT into a wish to stop; a second one interrupts."""
+    asked = Asked()
 
     def on_signal(number: int, frame: object) -> None:
         if asked.stop:
@@ -165,7 +167,7 @@ def _preemptible() -> Iterator[_Asked]:
             signal.signal(number, handler)
 
 
-def _follow(store: ClusterStore, job: str, asked: _Asked) -> dict[str, Any]:
+def _follow(store: ClusterStore, job: str, asked: Asked) -> dict[str, Any]:
     """Wait for the job's end, one line per change; a signal asks it to publish and leave."""
     last = ""
 
@@ -189,15 +191,13 @@ def _status_line(record: Mapping[str, Any]) -> str:
     return f"{record['id']}: {record['state']}, step {tenth} of {steps}{_because(record)}"
 
 
-def _finish_evaluation(store: ClusterStore, job: str, evaluates: bool, asked: _Asked) -> None:
+def _finish_evaluation(store: ClusterStore, job: str, evaluates: bool, asked: Asked) -> None:
     """Wait for exports, and for the evaluations that follow from them."""
-    from pretrain.evaluation_wait import wait_until_evaluated
-
     say(f"{job}: training is done; waiting for exports" + (" and evaluations" if evaluates else ""))
     wait_until_evaluated(store, job, evaluates=evaluates, stop=lambda: asked.stop)
 
 
-def _accounted(store: ClusterStore, job: str) -> dict[str, Any]:
+def final_record(store: ClusterStore, job: str) -> dict[str, Any]:
     """The record once the supervisor has made its final account of the time (a few seconds at most)."""
     deadline = time.monotonic() + 5.0
     while True:

@@ -10,6 +10,7 @@ from typing import Any
 from planner.errors import WorkFailedError
 from planner.events import Action, TrialState
 from planner.files import read_json_lines
+from planner.manifest import step_dir_name
 from planner.store import ClusterStore
 
 OVER = frozenset({TrialState.DONE, TrialState.FAILED, TrialState.SKIPPED})
@@ -29,9 +30,19 @@ def evaluated_steps(folder: Path) -> set[int]:
 
 def open_evaluations(store: ClusterStore, record: Mapping[str, Any]) -> set[int]:
     """Steps whose evaluation is not over."""
+    folder = Path(record["folder"])
     runs = (store.document("evaluation") or {}).get("runs", [])
-    over = {int(run["step"]) for run in runs if run.get("job") == record["id"] and run.get("state") in OVER}
-    return evaluated_steps(Path(record["folder"])) - over
+    states = {int(run["step"]): run.get("state") for run in runs if run.get("job") == record["id"]}
+    return {
+        step
+        for step in evaluated_steps(folder)
+        # A run that the summary has dropped is over when its results are there.
+        if (states[step] not in OVER if step in states else not _results(folder, step).exists())
+    }
+
+
+def _results(folder: Path, step: int) -> Path:
+    return folder / "reports" / step_dir_name(step) / "results.json"
 
 
 def wait_until_evaluated(
