@@ -128,6 +128,15 @@ def test_a_resumed_run_equals_the_uninterrupted_one_on_every_layout(
         assert all(step["incarnation"] == number for step in runs[0].of("step"))
 
 
+def test_bfloat16_resumes_exactly_too(server: RankServer, tmp_path: Path) -> None:
+    half = {"model": {"dtype": "bfloat16"}}
+    whole = run_ranks(config(**half), 1, tmp_path, server=server)[0]
+    path = str(tmp_path / "checkpoints" / "step-00000003")
+    rest = run_ranks(config(**half), 1, tmp_path, server=server, incarnation=2, resume=path)[0]
+    assert rest.losses == {step: loss for step, loss in whole.losses.items() if step > 3}
+    assert whole.losses[6] < whole.losses[1] - 0.3
+
+
 def test_epochs_follow_each_other_across_changes_of_size(server: RankServer, tmp_path: Path) -> None:
     """A corpus of seven samples: a step of ten goes through more than one epoch, and no id comes twice."""
     text = tmp_path / "text.txt"
