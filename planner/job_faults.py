@@ -55,6 +55,17 @@ def exception(turn: Turn, rank: RankRecord, message: Any) -> None:
     _note(turn, "exception", seen)
 
 
+def left(turn: Turn, rank: RankRecord, message: Any) -> None:
+    """A rank left its collective and waits for what is decided."""
+    collective = message.collective or (None if message.own else "unknown")
+    kind, reason = (message.type, message.message) if message.own else ("ConnectionError", "made to leave by a peer")
+    seen = _seen(
+        turn, rank, Method.EXCEPTION_PROPAGATION, exception_type=kind, message=reason[:1000],
+        collective=collective, step=message.step + 1,
+    )  # fmt: skip
+    _note(turn, "exception", seen)
+
+
 def node_lost(turn: Turn, rank: RankRecord, reason: str) -> None:
     """A rank's node is gone: its lease ended or its agent came back without it."""
     rank.gone = True

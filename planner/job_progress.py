@@ -36,6 +36,8 @@ def said(turn: Turn, event: Said) -> None:
             _step(turn, rank, message)
         case "exception":
             _exception(turn, rank, message)
+        case "left":
+            _left(turn, rank, message)
         case "fault":
             _fault(turn, rank, message)
         case "checkpoint":
@@ -119,6 +121,22 @@ def _exception(turn: Turn, rank: RankRecord, message: Any) -> None:
         traceback=message.traceback[-4000:],
     )
     job_faults.exception(turn, rank, message)
+
+
+def _left(turn: Turn, rank: RankRecord, message: Any) -> None:
+    """The rank is out of its collective and waits: by an exception of its own, or because a peer is gone."""
+    if message.own:
+        turn.tell(
+            Action.RANK_EXCEPTION,
+            reason=f"{message.type}: {message.message}"[:500],
+            time=message.time,
+            rank=rank.rank,
+            node=rank.node,
+            step=message.step + 1,
+            phase=message.phase,
+            collective=message.collective,
+        )
+    job_faults.left(turn, rank, message)
 
 
 def _fault(turn: Turn, rank: RankRecord, message: Any) -> None:
