@@ -36,6 +36,7 @@ from planner.messages import (
     MessageRefused,
     NodeLeft,
     NodeReady,
+    RankDone,
     RankExited,
     RankSaid,
     Report,
@@ -99,6 +100,7 @@ class Agent:
         self._leaving_since: float | None = None
         self._lock = _lock_run_dir(settings.run_dir)
         self._unrenewed: dict[str, float] = {}
+        self._done: set[int] = set()
         self.table = ProcessTable(settings.run_dir / "processes", self._selector)
         self.channel = RankChannel(
             settings.run_dir / "agent.sock",
@@ -328,10 +330,11 @@ class Agent:
             self.work.stage(command)
 
     def _exited(self, process: Watched) -> None:
-        self.work.tell_peers(process)
-        end = self.table.reap(process)
         self.channel.drain(process.pid)
-        self._report_exit(end)
+        if process.pid not in self._done:
+            self.work.tell_peers(process)  # first of all: they must not wait for it
+        self._done.discard(process.pid)
+        self._report_exit(self.table.reap(process))
 
     def _report_exit(self, end: Exit) -> None:
         about, process = end.process.about, end.process
@@ -385,6 +388,8 @@ class Agent:
 
     def _rank_said(self, who: tuple[str, int, int], message: BaseModel) -> None:
         job, incarnation, rank = who
+        if isinstance(message, RankDone) and (process := self.table.get(f"rank:{job}:{incarnation}:{rank}")):
+            self._done.add(process.pid)
         self.report(RankSaid(time=self._now(), job=job, incarnation=incarnation, rank=rank, message=message))
 
     def _refused(self, reason: str) -> None:
