@@ -30,6 +30,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import planner.coordinator
 from planner.auth import new_secret
 from planner.coordinator import Coordinator
 from planner.errors import FencedError, PlanariaError
@@ -182,6 +183,7 @@ def _role(name: str, url: str, secret: str, folder: Path, argument: str) -> None
     elif name == "agent":
         agent(store, folder, argument)
     else:
+        planner.coordinator.LOCK_TTL = 1.0  # in this process alone: take-overs are what is hunted
         Coordinator(store, folder, [("sweeper", lambda: Sweeper)]).run()
 
 
@@ -265,7 +267,7 @@ class Hunt:
                 next_kill = now + 0.5 + self.dice.random() * 2.0
             if now > next_restart:
                 self.restart_redis()
-                next_restart = time.monotonic() + 3.0 + self.dice.random() * 3.0
+                next_restart = time.monotonic() + 3.0 + self.dice.random() * 4.0
         self.result.seconds = time.monotonic() - begun
         self.close()
         self.result.violations = self.violations()
