@@ -157,38 +157,71 @@ def _export(path: str) -> Path:
     return Path(done.stdout.strip())
 
 
-def test_the_export_computes_what_megatron_computes(pool: Pool, tmp_path: Path) -> None:
-    """Issue 2 item 7: Megatron's logits, transformers' and vLLM's log-probabilities agree to 1e-4 in float32."""
-    from transformers import AutoModelForCausalLM
-
+@pytest.fixture(scope="module")
+def exports(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Exports of models trained in several layouts, with Megatron's own logits on the same tokens."""
+    folder = tmp_path_factory.mktemp("exports")
     cases: list[dict[str, Any]] = []
-    for name, model in (("mha", MHA), ("gqa", GQA), ("tied", GQA | {"tie_embeddings": True})):
-        for layout in LAYOUTS[:3]:
-            folder = tmp_path / f"{name}-{'-'.join(map(str, layout))}"
+    for name, model, layouts in (
+        ("mha", MHA, LAYOUTS[:3]),
+        ("gqa", GQA, LAYOUTS[:3]),
+        ("tied", GQA | {"tie_embeddings": True}, LAYOUTS[2:3]),
+    ):
+        for layout in layouts:
+            place = folder / f"{name}-{'-'.join(map(str, layout))}"
             pool.join(*layout, model=model)
             pool.train(6)
-            path = pool.all("save", folder=str(folder))[0]["path"]
+            path = pool.all("save", folder=str(place))[0]["path"]
             pool.join(model=model)
             pool.all("load", path=path)
-            logits = torch.tensor(pool.all("logits", tokens=TOKENS)[0])
+            logits = torch.tensor(pool.all("logits", tokens=TOKENS)[0], dtype=torch.float64)
             export = _export(path) if not cases else _export_here(path)
-            ours = AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32)
-            with torch.no_grad():
-                theirs = ours(torch.tensor([TOKENS])).logits[0]
-            assert (theirs - logits).abs().max() < 1e-4, f"{folder.name}: transformers differs"
-            logprobs = torch.log_softmax(logits.double(), dim=-1)
-            wanted = [float(logprobs[index - 1, token]) for index, token in enumerate(TOKENS) if index]
-            cases.append({"path": str(export), "shape": name, "wanted": wanted})
+            cases.append({"name": place.name, "checkpoint": path, "path": str(export), "logits": logits})
+    return cases
+
+
+def test_transformers_computes_what_megatron_computes(exports: list[dict[str, Any]]) -> None:
+    """Issue 2 item 7: tensor and pipeline parallel 1 and 2, with and without grouped queries, to 1e-4 in float32."""
+    from transformers import AutoModelForCausalLM
+
+    for case in exports:
+        model = AutoModelForCausalLM.from_pretrained(case["path"], dtype=torch.float32)
+        with torch.no_grad():
+            logits = model(torch.tensor([TOKENS])).logits[0]
+        assert (logits - case["logits"]).abs().max() < 1e-4, case["name"]
+
+
+def test_vllm_computes_what_megatron_computes(exports: list[dict[str, Any]]) -> None:
+    """The same with vLLM's log-probabilities; one engine, weights swapped in place where the shapes agree."""
     script = Path(__file__).parent.parent / "support" / "vllm_logprobs.py"
-    request = json.dumps({"tokens": TOKENS, "models": [case["path"] for case in cases], "reload": True})
+    request = json.dumps({"tokens": TOKENS, "models": [case["path"] for case in exports]})
     done = subprocess.run(
-        [sys.executable, str(script)], input=request, capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, str(script)], input=request, capture_output=True, text=True, timeout=290, check=False,
         env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
-    for case, found in zip(cases, answers, strict=True):
-        assert found == pytest.approx(case["wanted"], abs=1e-4), f"{case['path']}: vLLM differs"
+    for case, found in zip(exports, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        logprobs = torch.log_softmax(case["logits"], dim=-1)
+        wanted = [float(logprobs[index - 1, token]) for index, token in enumerate(TOKENS) if index]
+        assert found == pytest.approx(wanted, abs=1e-4), case["name"]
+
+
+def test_import_gives_the_exported_weights_back(pool: Pool, exports: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Issue 9 item 6: export → import in another layout → export again: the same tensors, bit by bit."""
+    for case, layout in zip(exports[1:4:2], (LAYOUTS[2], LAYOUTS[1]), strict=True):
+        model = MHA if case["name"].startswith("mha") else GQA
+        pool.join(*layout, model=model)
+        pool.all("import_weights", path=case["path"])
+        path = pool.all("save", folder=str(tmp_path / case["name"]))[0]["path"]
+        again = _export_here(path)
+        assert _tensors(again) == _tensors(Path(case["path"])), case["name"]
+
+
+def _tensors(folder: Path) -> dict[str, bytes]:
+    from safetensors.torch import load_file
+
+    loaded = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in loaded.items()}
 
 
 def _export_here(path: str) -> Path:

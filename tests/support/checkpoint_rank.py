@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from planner.pretrain_config import PretrainConfig
-from pretrain import checkpoint, device, optimizer, parallel, snapshot, snapshot_state
+from pretrain import checkpoint, device, hf_import, optimizer, parallel, snapshot, snapshot_state
 from pretrain import model as model_module
 from pretrain.published import Fence
 from pretrain.state import TrainState
@@ -141,6 +141,12 @@ class Rank:
         with torch.no_grad(), device.emulation():
             out = checkpoint.unwrap(self.parts.model)(sequence, positions, mask)
         return [[float(value) for value in row] for row in out[0]]
+
+    def import_weights(self, path: str) -> None:
+        """Start from a Hugging Face model's weights."""
+        assert self.parts is not None
+        assert self.config is not None
+        hf_import.load_weights(Path(path), self.parts.model, self.config.model)
 
     def save(self, folder: str, incarnation: int = 1, token: int = 0, job: str = "pool") -> dict[str, Any]:
         """A synchronous save; its seconds."""
