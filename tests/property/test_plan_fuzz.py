@@ -60,7 +60,7 @@ job = st.fixed_dictionaries(
 
 
 @given(cluster, st.lists(job, max_size=4))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_a_plan_or_one_line(given_cluster: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fuzz.yaml"
