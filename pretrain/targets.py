@@ -251,16 +251,30 @@ class ObjectTarget:
         return None, refused
 
     def _fetch(self, name: str, place: Path) -> None:
+        """Bring one step here as it is; files that cannot be had are left out, and so refused by the verification.
+
+        Raises:
+            MissingServiceError: the store itself does not answer.
+        """
+        raw = self._manifest_of(name)
+        place.mkdir(parents=True, exist_ok=True)
         try:
-            raw = self._read(name, manifest.NAME)
-            files = json.loads(raw or b"{}").get("files", {})
-            for file in files:
-                if ".." in Path(file).parts or Path(file).is_absolute():
-                    continue  # named as a problem by the verification
-                (place / file).parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.get_file(self._path(name, file), str(place / file))
-            place.mkdir(parents=True, exist_ok=True)
-            (place / manifest.NAME).write_bytes(raw or b"")
-        except (OSError, ValueError, AttributeError) as error:
+            files = list(json.loads(raw)["files"])
+        except (ValueError, KeyError, TypeError):
+            files = []  # an unreadable manifest is the verification's to name
+        for file in files:
+            if ".." in Path(file).parts or Path(file).is_absolute():
+                continue
+            (place / file).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._fs.get_file(self._path(name, file), str(place / file))
+            except Exception:  # a checksum of the client library, a missing object, a dead connection
+                self._manifest_of(name)
+                (place / file).unlink(missing_ok=True)
+        (place / manifest.NAME).write_bytes(raw)
+
+    def _manifest_of(self, name: str) -> bytes:
+        try:
+            return self._read(name, manifest.NAME) or b""
+        except Exception as error:
             raise MissingServiceError(f"{self.url}/{name}: cannot be fetched ({error})") from error
