@@ -13,6 +13,9 @@ from planner.objective import options, price, spare_options, spare_worth
 from planner.program import Options, Program, Solution
 from planner.types import Alternative, Cluster, Decision, Job, JobPrice, Plan, Trigger
 
+MOST_WAITING = 20
+"""Waiting jobs that a reason explains one by one."""
+
 
 def program(cluster: Cluster, jobs: Sequence[Job], ceilings: Mapping[int, int] | None = None) -> Program:
     """The program of a cluster and its jobs; ``ceilings`` as :func:`planner.placement.ceilings` gives them.
@@ -107,7 +110,10 @@ def reason(cluster: Cluster, jobs: Sequence[Job], plan: Plan, prices: Sequence[J
     healing = [job.name for job in jobs if job.faulted and plan.assignments[job.name] > 0]
     if healing:
         parts.append("healing after a fault: " + ", ".join(healing))
-    parts += [_waiting(job, cluster, plan) for job in jobs if plan.assignments[job.name] == 0]
+    waiting = [job for job in jobs if plan.assignments[job.name] == 0]
+    parts += [_waiting(job, cluster, plan) for job in waiting[:MOST_WAITING]]
+    if len(waiting) > MOST_WAITING:
+        parts.append(f"{len(waiting) - MOST_WAITING} more jobs wait")
     if plan.unassigned:
         parts.append(f"{plan.unassigned} of {cluster.gpus} slots unassigned: {_idle(cluster)}")
     return "; ".join(parts) or "no jobs"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -228,12 +228,12 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_exit_codes_streams_and_time_of_the_command(tmp_path: Path) -> None:
     good = written(tmp_path, DESIGN, "good.yaml")
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = plan_cli(good, "--json")
-    seconds = time.monotonic() - started
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["assignments"] == {"a": 32}
-    assert seconds < 20, "no heavy library is loaded for a plan"
+    assert seconds < 3, "no heavy library is loaded for a plan"
     bad = plan_cli(written(tmp_path, DESIGN.replace("kind: pretrain", "kind: x"), "bad.yaml"), "--json")
     assert bad.returncode == 2
     assert bad.stdout == ""
