@@ -1,4 +1,4 @@
-"""``planaria eval`` and ``planaria watch``."""
+"""``planaria eval``, and what it shares with ``planaria watch``."""
 
 from __future__ import annotations
 

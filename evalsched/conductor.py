@@ -8,6 +8,7 @@ them, so that a conductor that is killed at any instant repeats at most what was
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,6 +78,7 @@ class Conductor:
         self._position = store.position(self._reader)
         self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="evaluation")
         self._work: dict[str, Future[Any]] = {}
+        self._recording = threading.Lock()
 
     # ------------------------------------------------------------------ runs
 
@@ -130,6 +132,10 @@ class Conductor:
 
     def _identify(self, spec: RunSpec) -> Identified:
         return identify(spec, self._device)
+
+    def _prepare(self, spec: RunSpec, model: Identified) -> Prepared:
+        with self._recording:  # the next checkpoint's requests are the same, and then found in the cache
+            return prepare(spec, model, self.ledger)
 
     def _submit(self, run: Run, function: Callable[..., Any], *arguments: Any) -> None:
         self._work[run.id] = self._pool.submit(function, *arguments)
@@ -362,7 +368,7 @@ class Conductor:
         run.model = model
         self._set_state(run, TrialState.RECORDING)
         self._warm(run)
-        self._submit(run, prepare, run.spec, model, self.ledger)
+        self._submit(run, self._prepare, run.spec, model)
 
     def _warm(self, run: Run) -> None:
         """Let idle workers load the model while its requests are recorded."""

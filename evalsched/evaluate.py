@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from evalsched.conductor import Conductor
     from evalsched.local import LocalFleet
 
-_TOKEN = 1
+PRIVATE_TOKEN = 1
 """Writers of a private ledger are equals: what they write is the same whoever writes it."""
 
 
@@ -123,7 +123,7 @@ def evaluate(
     own_engine = engine or EngineSettings(exact=chosen.exact)
     spec = RunSpec(model=str(folder), settings=chosen, output=str(target), created=time.time(), engine=own_engine)
     started = time.monotonic()
-    with busy_folder(target), Ledger(ledger_url(target, state_dir), _TOKEN) as ledger:
+    with busy_folder(target), Ledger(ledger_url(target, state_dir), PRIVATE_TOKEN) as ledger:
         run = _run(spec, ledger, workers, progress or (lambda _: None))
     return _result(run, time.monotonic() - started)
 

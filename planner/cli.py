@@ -296,7 +296,7 @@ def watch(
 ) -> None:
     """Evaluate each checkpoint that appears in a directory, Megatron or Hugging Face layout."""
     _call(
-        "evalsched.commands:watch_command", directory=directory, tasks=tasks, limit=limit, order=order, workers=workers,
+        "evalsched.watch_command:watch_command", directory=directory, tasks=tasks, limit=limit, order=order, workers=workers,
         output=output, include_path=include_path, once=once, state_dir=state_dir,
     )  # fmt: skip
 
@@ -310,7 +310,11 @@ def report(
 ) -> None:
     """The report of a job or of a results folder."""
     _call(
-        "evalsched.report_command:report_command", job_or_dir=job_or_dir, format_=format_.value, state_dir=state_dir, url=url
+        "evalsched.report_command:report_command",
+        job_or_dir=job_or_dir,
+        format_=format_.value,
+        state_dir=state_dir,
+        url=url,
     )
 
 
