@@ -164,9 +164,12 @@ def _apply(timeline: _Timeline, event: Event, healthy: float) -> None:
             timeline.move(stage, "detect", event.time - float(occurred))
         timeline.stage = "decide"
     elif action in (Action.DECISION, Action.REFORM_STARTED):
-        if stage == "decide" or action == Action.REFORM_STARTED:
+        if stage == "decide" or (action == Action.REFORM_STARTED and stage != _STEPPING):
             timeline.stage = "reallocate"
     elif action == Action.REFORM_COMPLETED:
+        seconds = event.details.get("seconds")
+        if stage == _STEPPING and isinstance(seconds, (int, float)):
+            timeline.move(_STEPPING, "reallocate", seconds)  # at a step's end: nobody stood still before
         timeline.stage = _STEPPING
     elif action == Action.INCARNATION_STARTED:
         timeline.stage = "load"

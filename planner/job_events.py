@@ -140,6 +140,13 @@ class StartSpecs:
 
 
 @dataclass(frozen=True)
+class StartJoiners:
+    """Start the ranks that are to join; the shell makes their specs."""
+
+    names: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Tell:
     """Write an event into the job's log and the cluster's stream."""
 
@@ -169,7 +176,7 @@ class Cordon:
     reason: str
 
 
-JobAction = Send | StartSpecs | Tell | Write | Release | Cordon
+JobAction = Send | StartSpecs | StartJoiners | Tell | Write | Release | Cordon
 
 
 @dataclass

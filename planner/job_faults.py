@@ -1,23 +1,24 @@
-"""A job's faults: seen, judged, cured, recovered from. The first form of healing restarts all ranks.
+"""A job's faults: seen, judged, cured, recovered from.
 
-``fault.detected`` at the first sight; the ranks are ended; when the last one is gone the root is chosen among all
-that was seen, ``severity.decided`` and ``decision.made`` follow, and the next incarnation starts from the newest
-published checkpoint. ``fault.recovered`` comes with its first completed step.
+``fault.detected`` at the first sight. Where the ranks can, they heal in place (:mod:`planner.job_healing`): judged
+when everybody is out of the collective, and the survivors go on. Else the ranks are ended; when the last one is gone
+the root is chosen among all that was seen, ``severity.decided`` and ``decision.made`` follow, and the next
+incarnation starts from the newest state. ``fault.recovered`` comes with the first completed step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner import escalation, severity
+from planner import escalation, job_healing, severity
 from planner.detection import Finding, Kind
 from planner.errors import ExitCode, one_line
 from planner.events import Action, JobState
 from planner.job_events import Cordon, Exited, Send
 from planner.job_record import FaultRecord, RankRecord, Seen
 from planner.job_turn import Turn
-from planner.messages import StopRanks
+from planner.messages import StopAtBoundary, StopRanks, TellRanks
 from planner.pretrain_config import FaultKind
 from planner.severity import Method, Severity
 
@@ -96,7 +97,49 @@ def stuck(turn: Turn, finding: Finding) -> None:
         return
     turn.tell(Action.RANK_HUNG, reason=finding.reason, **details)
     seen = _seen(turn, rank, Method.ONLINE_STATISTICS, message=finding.reason, collective=finding.collective)
-    _note(turn, "hang", seen)
+    # Where nobody can be told from his victims, all are told to leave: the one at fault is the one that does not.
+    _note(turn, "hang", seen, end_broken=finding.collective is None)
+
+
+def rank_left(turn: Turn, rank: RankRecord, message: Any) -> None:
+    """A rank is out of its collective and waits: because of itself, or because of a peer."""
+    # Who was made to leave says nothing of itself: that is the echo of a broken connection.
+    kind, place = (message.type, message.collective) if message.own else ("ConnectionError", "unknown")
+    seen = _seen(
+        turn, rank, Method.EXCEPTION_PROPAGATION, exception_type=kind, message=message.message[:1000],
+        collective=place, step=message.step + 1,
+    )  # fmt: skip
+    if message.own or turn.job.stage != "leaving":
+        _note(turn, "exception", seen)
+
+
+def note_silent(turn: Turn, ranks: Sequence[RankRecord]) -> None:
+    """Ranks that did not leave the collective when they were told to: they hang."""
+    for rank in ranks:
+        seen = _seen(turn, rank, Method.ONLINE_STATISTICS, message="it does not leave the collective")
+        if turn.job.fault is not None:
+            turn.job.fault.seen.append(seen)
+
+
+def heal_failed(turn: Turn, reason: str) -> None:
+    """Healing in place came to no end: fall back to starting all ranks."""
+    job = turn.job
+    if job.fault is None:
+        _open(turn, "reform_failed", _seen(turn, job.ranks[0], Method.ONLINE_STATISTICS, message=reason))
+    assert job.fault is not None
+    job.fault.seen.append(_seen(turn, job.ranks[0], Method.ONLINE_STATISTICS, message=reason))
+    act(turn)
+
+
+def leave_slots(turn: Turn, reason: str) -> None:
+    """The job cannot go on with what the allocator leaves it: publish at the step's end and make room."""
+    job = turn.job
+    turn.stage("stopping")
+    job.stop_why = "resize"
+    turn.tell(Action.INCARNATION_STOPPING, reason=reason, why="resize")
+    for node in job.nodes():
+        message = StopAtBoundary(why="paused")
+        turn.do(Send(node, TellRanks(job=job.id, incarnation=job.incarnation, message=message)))
 
 
 def injected(turn: Turn, index: int, time: float, step: int) -> None:
@@ -112,13 +155,14 @@ def _seen(turn: Turn, rank: RankRecord, method: Method, **more: Any) -> Seen:
     )
 
 
-def _note(turn: Turn, kind: str, seen: Seen) -> None:
-    """Add to the fault at hand, or open one: then the ranks that are left are ended."""
+def _note(turn: Turn, kind: str, seen: Seen, *, end_broken: bool = False) -> None:
+    """Add to the fault at hand, or open one: then the ranks heal in place, or those that are left are ended."""
     job = turn.job
     healing = job.stage == "stopping" and job.stop_why == "heal"
     if job.stage == "stopping" and job.stop_why == "cancel":
         return
-    if job.fault is not None and not healing and job.settle_until is None:
+    at_hand = healing or job.stage == "leaving" or job.settle_until is not None
+    if job.fault is not None and not at_hand:
         _supersede(turn)
     if job.fault is None:
         _open(turn, kind, seen)
@@ -126,7 +170,13 @@ def _note(turn: Turn, kind: str, seen: Seen) -> None:
     job.fault.seen.append(seen)
     if healing:
         return
-    if _is_echo(seen):
+    if job_healing.possible(job):
+        if not (job.boundary and _is_echo(seen)):
+            job_healing.begin(turn, [] if _is_echo(seen) else [seen.rank], end_broken=end_broken)
+        else:
+            # A peer that turned to the next incarnation first looks like a broken one for a moment.
+            job.settle_until = job.settle_until or turn.now + SETTLE_SECONDS
+    elif _is_echo(seen):
         job.settle_until = job.settle_until or turn.now + SETTLE_SECONDS
     else:
         act(turn)
@@ -206,19 +256,21 @@ def _detection(seen: Seen) -> severity.Detection:
     )
 
 
-def cure(turn: Turn, end: Ending) -> None:
-    """Choose the root and what follows; the next incarnation itself starts when slots are there."""
+def root_seen(turn: Turn) -> Seen | None:
+    """What was seen of the root of the fault at hand."""
+    fault = turn.job.fault
+    return _root(fault)[2] if fault is not None and fault.seen else None
+
+
+def judge(turn: Turn, *, process_alive: bool, can_heal: bool) -> escalation.Cure:
+    """Choose the root and the cure of the fault at hand, and say both."""
     job = turn.job
     fault = job.fault
     assert fault is not None
     root, verdict, seen = _root(fault)
     if fault.injected is None:
         fault.rank, fault.step = seen.origin, seen.step
-    bad_input = any(
-        item.exit_code == ExitCode.BAD_INPUT or item.exception_type == "BadInputError" for item in fault.seen
-    )
-    hopeless = bad_input or any(item.exception_type == "GivenUpError" for item in fault.seen)
-    judged = Severity.STOP if hopeless else verdict.severity
+    judged = Severity.STOP if _hopeless(fault) else verdict.severity
     fault.severity, fault.cause = judged.value, verdict.name
     fault.reason = one_line(verdict.reason)
     turn.tell(
@@ -230,8 +282,8 @@ def cure(turn: Turn, end: Ending) -> None:
         severity=judged,
         cause=f"{verdict.name} ({fault.reason})",
         node=seen.node,
-        process_alive=False,
-        can_heal=False,
+        process_alive=process_alive,
+        can_heal=can_heal,
         other_nodes=len(job.nodes()) > 1,
     )
     limits = escalation.Limits(incarnations=job.settings.health.incarnations_without_progress)
@@ -240,13 +292,33 @@ def cure(turn: Turn, end: Ending) -> None:
     chosen = decision.cure or escalation.Cure.RESTART_ALL
     fault.cure = chosen.value
     turn.tell(Action.DECISION, reason=decision.reason, cure=chosen.value, rank=seen.origin, node=seen.node)
-    if chosen is escalation.Cure.GIVE_UP:
-        why = _bad_input(fault) if bad_input else decision.reason
-        end(turn, JobState.FAILED, why)
-        return
     if chosen is escalation.Cure.ISOLATE:
         turn.do(Cordon(seen.node, decision.reason))
+    elif chosen is escalation.Cure.GIVE_UP:
+        job.given_up = _bad_input(fault) if _is_bad_input(fault) else decision.reason
+    return chosen
+
+
+def cure(turn: Turn, end: Ending) -> None:
+    """All ranks are gone: choose what follows; the next incarnation itself starts when slots are there."""
+    job = turn.job
+    fault = job.fault
+    assert fault is not None
+    settled = (escalation.Cure.ISOLATE.value, escalation.Cure.RESTART_ALL.value, escalation.Cure.GIVE_UP.value)
+    if fault.cure not in settled:
+        judge(turn, process_alive=False, can_heal=False)
+    if job.given_up:
+        end(turn, JobState.FAILED, job.given_up)
+        return
     job.stop_why = ""
+
+
+def _is_bad_input(fault: FaultRecord) -> bool:
+    return any(item.exit_code == ExitCode.BAD_INPUT or item.exception_type == "BadInputError" for item in fault.seen)
+
+
+def _hopeless(fault: FaultRecord) -> bool:
+    return _is_bad_input(fault) or any(item.exception_type == "GivenUpError" for item in fault.seen)
 
 
 def _root(fault: FaultRecord) -> tuple[severity.Detection, severity.Classification, Seen]:

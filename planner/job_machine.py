@@ -8,9 +8,9 @@ Incarnations only grow. Whatever a rank of an earlier incarnation says is ignore
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from planner import escalation, job_faults, job_progress
+from planner import escalation, job_faults, job_healing, job_progress
 from planner.events import Action, JobState
 from planner.job_events import (
     Asked,
@@ -74,12 +74,14 @@ def _take(turn: Turn, event: JobEvent) -> None:
         case StoreAt():
             if event.incarnation == job.incarnation and job.stage == "store":
                 turn.stage("starting")
+                job.store_host, job.store_port = event.host, event.port
                 turn.do(StartSpecs(event.host, event.port, event.resume))
+            elif event.node == job.store_node:
+                job.store_host, job.store_port = event.host, event.port
         case Started():
             _on_started(turn, event)
         case Said():
-            if event.incarnation == job.incarnation and job.rank(event.rank) is not None:
-                job_progress.said(turn, event)
+            _on_said(turn, event)
         case Exited():
             _on_exited(turn, event)
         case CommandRefused():
@@ -95,6 +97,18 @@ def _take(turn: Turn, event: JobEvent) -> None:
         case Tick():
             _on_tick(turn)
     _settle(turn)
+
+
+def _on_said(turn: Turn, event: Said) -> None:
+    """What a rank says counts if it is one of the present incarnation, under its number now or before the re-form."""
+    job = turn.job
+    rank = job_healing.translate(job, event.incarnation, event.rank)
+    if rank is None or rank.gone:
+        return
+    if rank in job.joiners:
+        job_healing.said(turn, rank, event)
+    else:
+        job_progress.said(turn, replace(event, incarnation=job.incarnation, rank=rank.rank))
 
 
 # ---------------------------------------------------------------- slots
@@ -114,7 +128,13 @@ def _on_holding(turn: Turn, event: Holding) -> None:
     for rank in job.alive():
         if rank.lease not in held:
             job_faults.node_lost(turn, rank, "its lease ended")
-    if job.stage in ("starting", "running", "store"):
+    for joiner in [one for one in job.joiners if one.lease not in held]:
+        job_healing.joiner_gone(turn, joiner)
+    job.parting = [one for one in job.parting if one.lease in held]
+    if job_healing.possible(job):
+        job_healing.follow(turn, event.leases)
+        job_healing.release_parted(turn, event.leases)
+    elif job.stage in ("starting", "running", "store"):
         _follow_allocator(turn, event.leases)
 
 
@@ -154,6 +174,7 @@ def _start(turn: Turn, slots: Sequence[tuple[Lease, int]]) -> None:
         for n, (lease, slot) in enumerate(slots)
     ]
     job.size, job.partial, job.progressed, job.stop_why = len(slots), {}, False, ""
+    job.told_step, job.former, job.renamed, job.boundary, job.due = 0, 0, {}, False, None
     state = escalation.State.from_json(job.escalation)
     job.escalation = escalation.decide(state, escalation.RanksStarted()).state.to_json()
     if job.started is None:
@@ -187,17 +208,21 @@ def _follow_allocator(turn: Turn, leases: Sequence[Lease]) -> None:
 
 
 def _on_started(turn: Turn, event: Started) -> None:
-    job = turn.job
-    rank = job.rank(event.rank)
-    if event.incarnation == job.incarnation and rank is not None:
+    rank = job_healing.translate(turn.job, event.incarnation, event.rank)
+    if rank is not None:
         rank.pid = event.pid
         turn.tell(Action.RANK_STARTED, rank=rank.rank, node=rank.node, slot=rank.slot, pid=event.pid)
 
 
 def _on_exited(turn: Turn, event: Exited) -> None:
     job = turn.job
-    rank = job.rank(event.rank)
-    if event.incarnation != job.incarnation or rank is None or rank.gone:
+    if job_healing.parted(turn, event.incarnation, event.rank):
+        return
+    rank = job_healing.translate(job, event.incarnation, event.rank)
+    if rank is None or rank.gone:
+        return
+    if rank in job.joiners:
+        job_healing.joiner_gone(turn, rank)
         return
     rank.gone = True
     turn.tell(
@@ -215,6 +240,12 @@ def _on_exited(turn: Turn, event: Exited) -> None:
 
 def _on_refused(turn: Turn, event: CommandRefused) -> None:
     job = turn.job
+    if event.command == "start_ranks":
+        job_healing.forget(job, event.node)
+        job.join_after = turn.now + job_healing.JOIN_PAUSE
+    elif event.command == "start_store" and job.store_node == event.node and job.stage not in ("none", "store"):
+        job.store_host = ""  # nobody can re-form before there is another one
+        turn.do(Send(event.node, StartStore(job=job.id, incarnation=job.incarnation)))
     due = {"start_store": "store", "start_ranks": "starting"}.get(event.command)
     if due == job.stage and event.incarnation in (None, job.incarnation):
         rank = next((rank for rank in job.ranks if rank.node == event.node), job.ranks[0])
@@ -292,8 +323,9 @@ def stop_now(turn: Turn, why: str, grace_seconds: float) -> None:
 def _stop_at_boundary(turn: Turn, why: str, reason: str) -> None:
     """Let the ranks finish their step, publish and leave; before the first step there is nothing to publish."""
     job = turn.job
-    if job.stage == "stopping":
-        return
+    if job.stage == "stopping" or job.stage in job_healing.STAGES:
+        return  # what heals in place stops when it has healed
+    job_healing.dismiss_joiners(turn)
     if job.stage != "running":
         stop_now(turn, why, 0.0)
         return
@@ -309,7 +341,10 @@ def _stop_at_boundary(turn: Turn, why: str, reason: str) -> None:
 def _settle(turn: Turn) -> None:
     """When the last rank is gone, the incarnation is over; what follows depends on why."""
     job = turn.job
-    if job.stage in ("none", "store") or job.alive():
+    job_healing.settle(turn)
+    if job.stage not in ("none", "store") and not job.alive() and job.joiners:
+        job_healing.dismiss_joiners(turn)
+    if job.stage in ("none", "store") or job.alive() or job.parting:
         return
     was_stopping = job.stage == "stopping"
     reasons = {rank.done for rank in job.ranks if rank.done}
@@ -366,8 +401,15 @@ def end(turn: Turn, state: JobState, reason: str) -> None:
 def _on_tick(turn: Turn) -> None:
     job = turn.job
     late = turn.now - job.since
+    job_healing.overdue(turn)
+    job_healing.expire(turn)
+    if job.stage == "running" and job.wanted in ("pause", "preempt"):
+        _stop_at_boundary(turn, job.wanted, f"a person asked for it ({job.wanted})")
     if job.settle_until is not None and turn.now >= job.settle_until:
-        job_faults.act(turn)
+        if job_healing.possible(job):
+            job_healing.begin(turn)
+        else:
+            job_faults.act(turn)
     elif job.stage == "stopping" and late > RESEND_SECONDS and job.alive():
         _stop_again(turn, late)
     elif job.stage in ("store", "starting") and late > job.settings.health.start_seconds:

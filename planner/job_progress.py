@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner import escalation, job_faults, job_rates
+from planner import escalation, job_faults, job_healing, job_rates
 from planner.events import Action, JobState
 from planner.job_events import Said
 from planner.job_record import ExportRecord, RankRecord, StepRecord
@@ -28,7 +28,12 @@ def said(turn: Turn, event: Said) -> None:
     message = event.message
     match message.kind:
         case "hello":
+            rank.heals = message.heals
             _hello(turn, rank, int(message.pid))
+        case "left":
+            job_healing.left(turn, rank, message)
+        case "reformed":
+            job_healing.reformed(turn, rank, message)
         case "phase":
             rank.phase, rank.step = message.phase, message.step
             _started(turn)
@@ -44,6 +49,7 @@ def said(turn: Turn, event: Said) -> None:
             _checkpoint(turn, rank, message)
         case "done":
             rank.done = message.why
+            job_healing.finished(turn)
         case "note":
             _note(turn, rank, message)
 
@@ -62,8 +68,10 @@ def _started(turn: Turn) -> None:
 
 
 def _step(turn: Turn, rank: RankRecord, message: Any) -> None:
-    """A step is complete when every rank of the incarnation has said so."""
+    """A step is complete when rank 0 said so for all, or every rank of the incarnation for itself."""
     job = turn.job
+    if message.step <= job.told_step:
+        return  # said again after a re-form
     part = job.partial.setdefault(message.step, StepRecord())
     if rank.rank in part.ranks:
         return
@@ -74,14 +82,20 @@ def _step(turn: Turn, rank: RankRecord, message: Any) -> None:
             setattr(part, name, value)
     part.tokens, part.workers = message.tokens, message.workers
     part.seconds, part.time = max(part.seconds, message.seconds), max(part.time, message.time)
-    if len(part.ranks) == job.size:
-        del job.partial[message.step]
+    part.redo_seconds = max(part.redo_seconds, message.phases.get("redo", 0.0))
+    if message.batch:
+        # Rank 0 speaks for all: the step's agreement has counted each micro-batch of the global batch once.
+        part.ids = list(message.batch)
+    if message.batch or len(part.ranks) == job.size:
+        job.partial = {step: other for step, other in job.partial.items() if step > message.step}
+        job.told_step = message.step
         _complete(turn, message.step, part)
 
 
 def _complete(turn: Turn, step: int, part: StepRecord) -> None:
     job = turn.job
     measured = {} if part.valid_loss is None else {"valid_loss": part.valid_loss}
+    measured |= {"redo_seconds": part.redo_seconds} if part.redo_seconds else {}
     turn.write("samples.jsonl", step=step, ids=sorted(part.ids))
     turn.write(
         "metrics.jsonl",
@@ -104,7 +118,7 @@ def _complete(turn: Turn, step: int, part: StepRecord) -> None:
         job.progressed = True
         turn.tell(Action.STEP_COMPLETED, time=part.time, step=step, seconds=part.seconds, workers=part.workers)
         job_faults.recovered(turn, step, part.time)
-        if job.stage == "running":
+        if job.stage in ("running", "reforming"):
             turn.move(JobState.RUNNING, "")
 
 

@@ -33,11 +33,32 @@ class RankRecord(Record):
     lease_token: int
     pid: int = 0
     hello: bool = False
+    heals: bool = False
+    """Whether it can leave a broken collective and re-form in place."""
+    left: bool = False
+    """It is out of its collective and waits for the order to re-form."""
+    reformed: bool = True
+    """It is part of the incarnation; False between the order to re-form and its word that it did."""
+    since: float = 0.0
+    """When it was started, for one that is to join."""
+    joined: bool = False
+    """It was started for this incarnation and holds no state before it says that it re-formed."""
     gone: bool = False
     done: str = ""
     """Why it said it was done; empty before."""
     phase: str = ""
     step: int = 0
+
+
+class Parting(Record):
+    """A rank that the job does without, whose process may still hold its slot."""
+
+    incarnation: int
+    rank: int
+    node: str
+    slot: int
+    lease: str
+    since: float = 0.0
 
 
 class Seen(Record):
@@ -97,6 +118,7 @@ class StepRecord(Record):
     grad_norm: float | None = None
     tokens: int = 0
     seconds: float = 0.0
+    redo_seconds: float = 0.0
     workers: int = 0
     valid_loss: float | None = None
     time: float = 0.0
@@ -114,7 +136,8 @@ class ExportRecord(Record):
 
 
 class JobRecord(Record):
-    """A job. ``stage`` is where the present incarnation stands: none, store, starting, running, stopping."""
+    """A job. ``stage`` is where the present incarnation stands: none, store, starting, running, stopping; while it
+    heals in place leaving (ranks get out of the collective), then reforming (they were ordered to re-form)."""
 
     format: int = 1
     id: str
@@ -137,6 +160,27 @@ class JobRecord(Record):
     store_node: str | None = None
     size: int = 0
     """Ranks of the present or last incarnation."""
+    store_host: str = ""
+    store_port: int = 0
+    former: int = 0
+    """The incarnation before the last re-form, whose ranks went on in this one; 0: none."""
+    renamed: dict[int, int] = {}
+    """Rank in ``former`` → rank now."""
+    joiners: list[RankRecord] = []
+    """Ranks that were started to join; their ``rank`` is a name until the order takes them in."""
+    parting: list[Parting] = []
+    names: int = 0
+    """Names given to joiners so far."""
+    join_after: float = 0.0
+    """No joiner is started before this."""
+    boundary: bool = False
+    """Whether the order to re-form takes effect at a step's end, so that training goes on until then."""
+    redone: int = 0
+    """Micro-batches that the present re-forming makes ranks run again for others."""
+    due: float | None = None
+    """When leaving or re-forming must have come to its end."""
+    told_step: int = 0
+    """Highest step whose lines are written since all ranks were started last."""
     wanted: str = "run"
     """What a person wants: run, pause, cancel."""
     progressed: bool = False
@@ -152,6 +196,8 @@ class JobRecord(Record):
     """Publications so far, of which every ``evaluate.every_checkpoints``-th is evaluated."""
     exports: list[ExportRecord] = []
     fault: FaultRecord | None = None
+    given_up: str = ""
+    """Why the job is to end as failed when its ranks are gone; empty: it is not."""
     history: list[FaultRecord] = []
     fired: list[int] = []
     escalation: dict[str, Any] = {}
@@ -195,6 +241,15 @@ class JobRecord(Record):
         """Ranks that are not known to be gone."""
         return [rank for rank in self.ranks if not rank.gone]
 
+    def joiner(self, name: int) -> RankRecord | None:
+        """A rank that was started to join."""
+        return next((rank for rank in self.joiners if rank.rank == name), None)
+
+    def taken(self) -> set[tuple[str, int]]:
+        """Slots (lease, index) on which a process of this job runs or may still run."""
+        ranks = {(rank.lease, rank.slot) for rank in [*self.alive(), *self.joiners]}
+        return ranks | {(one.lease, one.slot) for one in self.parting}
+
     def nodes(self) -> list[str]:
         """Nodes of the present incarnation."""
         return sorted({rank.node for rank in self.ranks})
@@ -207,7 +262,7 @@ class JobRecord(Record):
         """The record as it is put into Redis, with the fields that ``status`` shows."""
         shown = {
             "steps": self.settings.steps,
-            "workers": len(self.alive()) if self.stage in ("starting", "running") else 0,
+            "workers": len(self.alive()) if self.stage not in ("none", "store", "stopping") else 0,
             "faults": [fault.summary() for fault in self.faults()],
         }
         return self.model_dump(mode="json", exclude={"settings"}) | shown

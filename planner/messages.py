@@ -83,6 +83,8 @@ class RankHello(Message):
     incarnation: int
     rank: int
     pid: int
+    heals: bool = False
+    """Whether this rank can leave a broken collective and re-form in place."""
 
 
 class RankPhase(Message):

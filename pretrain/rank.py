@@ -71,7 +71,14 @@ def open_channel(spec: RankSpec) -> Channel:
     from planner.messages import RankHello
     from pretrain.channel import SocketChannel, StreamChannel
 
-    hello = RankHello(token=spec.token, job=spec.job, incarnation=spec.incarnation, rank=spec.rank, pid=os.getpid())
+    hello = RankHello(
+        token=spec.token,
+        job=spec.job,
+        incarnation=spec.incarnation,
+        rank=spec.rank,
+        pid=os.getpid(),
+        heals=spec.device == "cpu",  # on GPUs the distributed optimizer cuts its state: no shard has a live replica
+    )
     if spec.agent_socket is None:
         channel: Channel = StreamChannel()
         channel.send(hello)

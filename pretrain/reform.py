@@ -43,19 +43,28 @@ class NobodyReformedError(WorkFailedError):
 
 
 class Orders:
-    """The newest order of the supervisor, set in the channel's thread and awaited by the main thread."""
+    """The supervisor's orders to re-form, set in the channel's thread and awaited by the main thread."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._reform: Reform | None = None
+        self._changed = threading.Condition(threading.RLock())
+        self._orders: list[Reform] = []
+        self._broken = 0
         self._dismissed = False
 
     def put(self, order: Reform) -> None:
-        """Take an order; an older one is replaced, a newer one never is."""
+        """Take an order; one that is no newer than the last is dropped."""
         with self._changed:
-            if self._reform is None or order.incarnation > self._reform.incarnation:
-                self._reform = order
+            if not self._orders or order.incarnation > self._orders[-1].incarnation:
+                self._orders.append(order)
             self._changed.notify_all()
+
+    def break_off(self, incarnation: int) -> None:
+        """This incarnation, and all before it, are broken: whoever has yet to join it must not wait for anybody."""
+        self._broken = max(self._broken, incarnation)
+
+    def broken(self, incarnation: int) -> bool:
+        """Whether ``incarnation`` is known to be broken before it is joined."""
+        return incarnation <= self._broken
 
     def stop(self) -> None:
         """Whoever waits for an order waits in vain."""
@@ -64,28 +73,27 @@ class Orders:
             self._changed.notify_all()
 
     def newer_than(self, incarnation: int) -> Reform | None:
-        """The order to form an incarnation after ``incarnation``, if there is one."""
+        """The newest order, if it forms an incarnation after ``incarnation``."""
         with self._changed:
-            found = self._reform
-            return found if found is not None and found.incarnation > incarnation else None
+            return self._orders[-1] if self._orders and self._orders[-1].incarnation > incarnation else None
 
-    def wait(self, incarnation: int, seconds: float | None) -> Reform:
-        """The order to form an incarnation after ``incarnation``.
+    def wait(self, incarnation: int, seconds: float | None) -> list[Reform]:
+        """All orders to form incarnations after ``incarnation``, oldest first. The last one counts; but each names
+        ranks as the one before it left them, so that a rank must follow all their renamings.
 
         Raises:
             NobodyReformedError: none came within ``seconds``.
             DismissedError: this rank was told to stop instead.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._dismissed or self._known_after(incarnation), seconds)
+            self._changed.wait_for(lambda: self._dismissed or self.newer_than(incarnation) is not None, seconds)
             if self._dismissed:
                 raise DismissedError("told to stop while waiting to re-form")
-            if self._reform is None or self._reform.incarnation <= incarnation:
+            found = [order for order in self._orders if order.incarnation > incarnation]
+            if not found:
                 raise NobodyReformedError(f"no order to re-form after incarnation {incarnation} within {seconds} s")
-            return self._reform
-
-    def _known_after(self, incarnation: int) -> bool:
-        return self._reform is not None and self._reform.incarnation > incarnation
+            self._orders = found[-1:]
+            return found
 
 
 @dataclass
@@ -155,12 +163,12 @@ class Reformer:
             NobodyReformedError: no order came.
         """
         while True:
-            order = self.orders.wait(incarnation, seconds)
-            number = order.ranks.get(self.name)
-            if number is None:
-                raise DismissedError(f"incarnation {order.incarnation} does without rank {self.name}")
-            self.name, incarnation = number, order.incarnation
-            if number < order.world_size:
+            for order in self.orders.wait(incarnation, seconds):
+                number = order.ranks.get(self.name)
+                if number is None:
+                    raise DismissedError(f"incarnation {order.incarnation} does without rank {self.name}")
+                self.name, incarnation = number, order.incarnation
+            if self.name < order.world_size:
                 return order
 
     def layout_of(self, order: Reform) -> Layout:
@@ -175,6 +183,8 @@ class Reformer:
             CollectiveLeftError: it was left meanwhile.
         """
         parallel.leave()
+        if self.orders.broken(order.incarnation):
+            leave_collective(membership, "the incarnation broke before it was joined")
         with membership.joining():
             parallel.join(
                 layout,
@@ -200,9 +210,14 @@ def exchange(own: Account) -> list[Account]:
     return told
 
 
-def on_leave(message: LeaveCollective, membership: Membership, layout: Layout) -> None:
+def on_leave(message: LeaveCollective, orders: Orders, membership: Membership, layout: Layout) -> None:
     """Act on the agent's word that peers are broken (in the channel's thread)."""
-    if message.incarnation != membership.incarnation:
+    orders.break_off(message.incarnation)
+    if message.incarnation < membership.incarnation:
+        return
+    if message.incarnation > membership.incarnation:
+        # The incarnation that is to come is broken before this rank is part of it: the present one is no more use.
+        leave_collective(membership, message.reason)
         return
     grid = Grid(layout.tensor, layout.pipeline, layout.data)
     broken = {grid.replica(rank) for rank in message.ranks if 0 <= rank < grid.world}
@@ -228,4 +243,4 @@ class Waiting:
         elif isinstance(message, StopAtBoundary):
             self._orders.stop()
         elif self._joining is not None:
-            on_leave(message, *self._joining)
+            on_leave(message, self._orders, *self._joining)

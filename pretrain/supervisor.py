@@ -40,6 +40,7 @@ from planner.job_events import (
     Said,
     Send,
     Started,
+    StartJoiners,
     StartSpecs,
     StoreAt,
     Stuck,
@@ -47,7 +48,7 @@ from planner.job_events import (
     Tick,
     Write,
 )
-from planner.job_record import JobRecord
+from planner.job_record import JobRecord, RankRecord
 from planner.leases import Lease
 from planner.messages import COMMANDS, RankSpec, StartRanks
 from planner.pretrain_config import PretrainConfig
@@ -315,6 +316,11 @@ class Supervisor:
                 {"node": node, "command": command.model_dump(mode="json", by_alias=True)}
                 for node, command in self._start_ranks(record, action)
             ]
+        if isinstance(action, StartJoiners):
+            return [
+                {"node": node, "command": command.model_dump(mode="json", by_alias=True)}
+                for node, command in self._start_joiners(record, action)
+            ]
         if isinstance(action, Tell):
             return [{"event": finite(action.event.to_json())}]
         return []
@@ -323,26 +329,43 @@ class Supervisor:
         """One command per lease."""
         for lease in dict.fromkeys(rank.lease for rank in record.ranks):
             ranks = [rank for rank in record.ranks if rank.lease == lease]
-            specs = [
-                RankSpec(
-                    job=record.id,
-                    incarnation=record.incarnation,
-                    rank=rank.rank,
-                    origin_rank=rank.origin,
-                    world_size=record.size,
-                    store_host=action.host,
-                    store_port=action.port,
-                    token=job_token(self._secret, record.id),
-                    lease_token=rank.lease_token,
-                    agent_socket=None,
-                    job_folder=record.folder,
-                    config=record.settings,
-                    resume=action.resume,
-                    fired_faults=record.fired,
-                )
-                for rank in ranks
-            ]
+            specs = [self._spec(record, rank, action.host, action.port, resume=action.resume) for rank in ranks]
             yield ranks[0].node, StartRanks(lease=lease, specs=specs, slots=[rank.slot for rank in ranks])
+
+    def _start_joiners(self, record: JobRecord, action: StartJoiners) -> Iterable[tuple[str, StartRanks]]:
+        """One command for each rank that is to join: one that cannot be started holds up no other."""
+        for rank in record.joiners:
+            if rank.rank in action.names:
+                spec = self._spec(record, rank, record.store_host, record.store_port, joining=True)
+                yield rank.node, StartRanks(lease=rank.lease, specs=[spec], slots=[rank.slot])
+
+    def _spec(
+        self,
+        record: JobRecord,
+        rank: RankRecord,
+        host: str,
+        port: int,
+        *,
+        resume: str | None = None,
+        joining: bool = False,
+    ) -> RankSpec:
+        return RankSpec(
+            job=record.id,
+            incarnation=record.incarnation,
+            rank=rank.rank,
+            origin_rank=rank.origin,
+            world_size=record.size,
+            store_host=host,
+            store_port=port,
+            token=job_token(self._secret, record.id),
+            lease_token=rank.lease_token,
+            agent_socket=None,
+            job_folder=record.folder,
+            config=record.settings,
+            resume=resume,
+            fired_faults=record.fired,
+            joining=joining,
+        )
 
     def _send_outbox(self, record: JobRecord) -> None:
         for entry in record.outbox:

@@ -168,7 +168,7 @@ class Trainer:
             if not message.at_boundary and message.incarnation > self.machine.membership.incarnation:
                 leave_collective(self.machine.membership, message.reason)
         else:
-            on_leave(message, self.machine.membership, self.machine.layout)
+            on_leave(message, self.reformer.orders, self.machine.membership, self.machine.layout)
 
     # ------------------------------------------------------------ the stages of a step
 

@@ -7,6 +7,7 @@ started beforehand and taken in at a step's end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -25,6 +26,12 @@ from planner.rank_map import Grid, enlarged, grid, without
 from tests.support.rank_server import ForkedRank, RankServer
 
 
+def kill(process: ForkedRank) -> None:
+    """SIGKILL a rank that may be gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)
+
+
 @dataclass(eq=False)
 class Member:
     """One rank process."""
@@ -39,6 +46,8 @@ class Member:
     waiting: bool = False
     """It was started to join and has not been taken in."""
     ready: bool = False
+    holds: bool = True
+    """Whether it holds the job's state: all but those that are on their way in."""
     gone: bool = False
 
 
@@ -99,7 +108,7 @@ class ReformCluster:
         log = self.run_dir / f"rank-{self.incarnation}-{number}.log"
         log.touch()
         process = self.server.start(path, log, log)
-        self.members.append(Member(number, process, log, origin, waiting=joining))
+        self.members.append(Member(number, process, log, origin, waiting=joining, holds=not joining))
 
     def alive(self, *, waiting: bool = False) -> list[Member]:
         """Members that run: those of the incarnation, or those that wait to join it."""
@@ -116,9 +125,9 @@ class ReformCluster:
             while self.alive() or self.alive(waiting=True):
                 assert time.monotonic() < deadline, f"the ranks did not end in time:\n{self.logs()}"
                 self.turn()
-                if not self.alive():
-                    for member in self.alive(waiting=True):
-                        os.kill(member.process.pid, signal.SIGKILL)
+                if not any(member.holds for member in self.alive()):
+                    for member in self.alive() + self.alive(waiting=True):
+                        kill(member.process)  # the job ended without them
         finally:
             self.close()
 
@@ -126,7 +135,7 @@ class ReformCluster:
         """End what is left."""
         for member in self.members:
             if member.process.poll() is None:
-                os.kill(member.process.pid, signal.SIGKILL)
+                kill(member.process)
                 member.process.wait(30)
             if member.connection is not None:
                 member.connection.close()
@@ -139,7 +148,7 @@ class ReformCluster:
         said = "\n".join(str(message)[:200] for message in self.messages[-12:])
         return said + "".join(
             f"\n--- rank {member.number} gone={member.gone} left={member.left} waiting={member.waiting}\n"
-            f"{member.log.read_text()[-1500:]}"
+            f"{member.log.read_text()[-2500:]}"
             for member in self.members
         )
 
@@ -200,6 +209,8 @@ class ReformCluster:
         elif message["kind"] == "left" and message["incarnation"] == self.incarnation:
             member.left = True
             self.left_since = self.left_since or time.monotonic()
+        elif message["kind"] == "reformed":
+            member.holds = True
         elif message["kind"] == "phase" and message["phase"] == "ready":
             member.ready = True
 
@@ -221,7 +232,7 @@ class ReformCluster:
         """End a rank that makes no progress, after telling its peers."""
         member = next(member for member in self.alive() if member.number == number)
         self._tell_peers(member)
-        os.kill(member.process.pid, signal.SIGKILL)
+        kill(member.process)
 
     # ------------------------------------------------------------ healing and growing
 
