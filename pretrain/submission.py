@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
 from pathlib import Path
 
-from planner.errors import BadInputError
+from planner.errors import BadInputError, one_line
 from planner.loading import load
 from planner.pretrain_config import PretrainConfig
 from pretrain import data, tokenizer
@@ -79,8 +80,21 @@ def _check_utf8(file: Path, field: str, path: Path) -> None:
 
 
 def _check_tokenizer(config: PretrainConfig, path: Path) -> None:
+    """What can be seen without loading it comes first: that takes seconds."""
+    if config.tokenizer == tokenizer.BYTES:
+        return
+    folder = Path(config.tokenizer)
+    if not folder.is_dir():
+        raise BadInputError(
+            f"{path}: tokenizer: {folder} is no folder; write 'bytes' or the path of a Hugging Face tokenizer"
+        )
+    file = folder / "tokenizer.json"
     try:
+        if file.exists():
+            json.loads(file.read_text(encoding="utf-8"))
         tokenizer.load(config.tokenizer)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: tokenizer: {file} cannot be read ({one_line(error)[:200]})") from None
     except BadInputError as error:
         raise BadInputError(f"{path}: {error}") from None
 
@@ -90,9 +104,13 @@ def _check_folder(config: PretrainConfig, path: Path) -> None:
     if folder is None or "://" in folder:
         return
     here = Path(folder)
-    while not here.exists():
-        here = here.parent
-    if not here.is_dir():
+    try:
+        while not here.exists():
+            here = here.parent
+        usable = here.is_dir()
+    except OSError as error:
+        raise BadInputError(f"{path}: checkpoint.dir: {folder} cannot be reached ({error.strerror})") from None
+    if not usable:
         raise BadInputError(f"{path}: checkpoint.dir: {here} is not a directory; name another folder")
     if not os.access(here, os.W_OK | os.X_OK):
         raise BadInputError(f"{path}: checkpoint.dir: {folder} cannot be written ({here} is not writable)")
