@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import isfinite, log
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from planner.demand import Demand
 
 EVALUATION = "evaluation"
+ALTERNATIVES = 5
+"""Runner-up plans that a decision tells."""
 UNMEASURED_EXPONENT = 0.9
 """How a rate is carried over to a count that nobody measured or modelled: ``rate·(x/known)^0.9`` (unverified)."""
 
@@ -64,9 +67,14 @@ def job_of(demand: Demand, held: int, typical: float = 1.0) -> Job:
     """A training demand as a job with its present count; ``typical`` is a slot's rate where nothing is known.
 
     A feasible count whose rate is unknown gets that of the nearest known count, carried over: a plan must be able to
-    try a count before anybody can have measured it.
+    try a count before anybody can have measured it. Rates are taken to three digits, so that a measurement that
+    trembles from step to step is not another state, for which everything would be planned anew.
     """
-    known = {count: rate for count, rate in demand.throughput.items() if count > 0 and isfinite(rate) and rate > 0}
+    known = {
+        count: float(f"{rate:.3g}")
+        for count, rate in demand.throughput.items()
+        if count > 0 and isfinite(rate) and rate > 0
+    }
     counts = [count for count in demand.feasible if 0 < count <= demand.max_slots]
     return Job(
         name=demand.holder,
@@ -77,7 +85,7 @@ def job_of(demand: Demand, held: int, typical: float = 1.0) -> Job:
         workers=held,
         faulted=demand.faulted,
         transition_seconds=demand.transition_seconds,
-        group=int(demand.details.get("group", 1)),
+        group=max(1, int(demand.details.get("group", 1))),
     )
 
 
@@ -145,6 +153,13 @@ def training_jobs(view: ClusterView, held: Mapping[str, int], before: Mapping[st
     return tuple(found)
 
 
+@lru_cache(maxsize=16)
+def _decided(cluster: Cluster, jobs: tuple[Job, ...], most: tuple[tuple[int, int], ...]) -> Decision:
+    """The loop asks several times a second, mostly about the same state; the runners-up are not worth that."""
+    decision = decide(cluster, jobs, explain=True, ceilings=dict(most) if most else None)
+    return replace(decision, alternatives=decision.alternatives[:ALTERNATIVES])
+
+
 def group_ceilings(view: ClusterView, jobs: Sequence[Job]) -> dict[int, int] | None:
     """What whole groups can use of the usable nodes (:func:`planner.topology.ceilings`): the plan can be placed."""
     groups = [job.group for job in jobs]
@@ -178,9 +193,7 @@ class CostAware:
         cluster = cluster_of(slots, jobs, self.settings)
         most = group_ceilings(view, jobs)
         found = self.table.answer_for_state(cluster, jobs) if self.table and most is None else None
-        training = (
-            replace(found, trigger=view.trigger) if found else decide(cluster, jobs, view.trigger, True, ceilings=most)
-        )
+        training = replace(found or _decided(cluster, jobs, tuple((most or {}).items())), trigger=view.trigger)
         if not evaluation:
             return training
         return self._with_evaluation(cluster, jobs, training, evaluation[0], held, now)
@@ -203,7 +216,7 @@ class CostAware:
         policy = self.settings.lending
         if cluster.price_per_gpu_hour > 0 and cluster.flop_value > 0:
             policy = replace(policy, slot_second_cost=cluster.price_per_gpu_hour / 3600 * cluster.flop_value)
-        loan = lend(jobs, counts, backlog, cluster.gpus, mine, policy=policy)
+        loan = lend(jobs, counts, backlog, cluster.gpus, mine, cluster.running_seconds, policy)
         assignments = {**loan.assignments, demand.holder: loan.evaluation}
         plan = Plan(assignments, cluster.gpus - sum(assignments.values()), training.plan.objective)
         return replace(

@@ -6,6 +6,7 @@ the counts before a fault, and a thread that plans every next event while nothin
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,13 @@ from pydantic import Field
 
 from planner.allocation import Allocation, ClusterView, allocate
 from planner.cost_aware import EVALUATION, CostAware, CostSettings, cluster_of, held_slots, training_jobs
+from planner.errors import one_line
 from planner.event_table import EventTable, build
 from planner.lending import LendingPolicy
 from planner.loading import Settings, load
 from planner.types import Cluster, Decision, Job
+
+log = logging.getLogger(__name__)
 
 SETTINGS_FILE = "allocator.yaml"
 """Name of the settings file in the state directory; defaults hold without it."""
@@ -110,9 +114,14 @@ class Foresight:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _collect(self) -> None:
-        if self._building is not None and self._building.done():
-            self._planner = replace(self._planner, table=self._building.result())
-            self._building = None
+        if self._building is None or not self._building.done():
+            return
+        done, self._building = self._building, None
+        failure = done.exception()
+        if failure is not None:
+            # Without a table every event is planned when it comes: slower, never wrong.
+            log.error("action=next_events.failed reason=%s: %s", type(failure).__name__, one_line(failure))
+        self._planner = replace(self._planner, table=None if failure else done.result())
 
     def _look_ahead(self, view: ClusterView, slots: int) -> None:
         held = held_slots(view)

@@ -80,6 +80,25 @@ def test_an_unchanged_state_is_not_planned_twice_and_close_ends_the_thread() -> 
     assert threading.active_count() == before
 
 
+def test_a_table_that_cannot_be_built_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("planner.foresight.build", broken)
+    foresight = Foresight()
+    try:
+        now = view(demand("a"), leases=RUNNING[:2])
+        first = foresight(now, 0.0)
+        foresight._thread.submit(lambda: None).result(timeout=60)
+        assert foresight(now, 1.0).decision.plan == first.decision.plan
+        assert foresight.table is None
+        assert "next_events.failed reason=MemoryError: no room" in caplog.text
+    finally:
+        foresight.close()
+
+
 def test_no_slots_no_jobs_and_no_table() -> None:
     foresight = Foresight()
     try:
