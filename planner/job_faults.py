@@ -49,6 +49,7 @@ def exited(turn: Turn, rank: RankRecord, event: Exited) -> None:
 
 def exception(turn: Turn, rank: RankRecord, message: Any) -> None:
     """A rank is about to leave because of an exception."""
+    rank.doomed = True
     seen = _seen(
         turn, rank, Method.EXCEPTION_PROPAGATION, exception_type=message.type, message=message.message[:1000],
         collective=message.collective, step=message.step,

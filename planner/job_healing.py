@@ -100,10 +100,10 @@ def settle(turn: Turn) -> None:
         job_faults.act(turn)
     elif not alive:
         job_faults.act(turn)
-    elif all(rank.left for rank in alive):
+    elif all(rank.left or rank.doomed for rank in alive):
         _decide(turn)
     elif job.due is not None and turn.now > job.due:
-        hung = [rank for rank in alive if not rank.left]
+        hung = [rank for rank in alive if not (rank.left or rank.doomed)]
         for rank in hung:
             turn.tell(Action.RANK_HUNG, reason="it did not leave the collective", rank=rank.rank, node=rank.node)
         job_faults.note_silent(turn, hung)
@@ -123,13 +123,13 @@ def _end(turn: Turn, ranks: Sequence[RankRecord]) -> None:
 def _decide(turn: Turn) -> None:
     """Everybody is out: judge, and order the survivors into the next incarnation or fall back."""
     job = turn.job
-    gone = {rank.rank for rank in job.ranks if rank.gone}
+    gone = {rank.rank for rank in job.ranks if rank.gone or rank.doomed}
     seen = job_faults.root_seen(turn)
     faulty = job.rank(seen.rank) if seen is not None else None
     lost = gone | ({faulty.rank} if faulty is not None else set())
     chosen = job_faults.judge(
         turn,
-        process_alive=not gone and faulty is not None and not faulty.gone,
+        process_alive=not gone and faulty is not None,
         can_heal=bool(job.store_host) and without(layout(job), gone or lost) is not None,
     )
     if chosen is escalation.Cure.RETRY:

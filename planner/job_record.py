@@ -37,6 +37,8 @@ class RankRecord(Record):
     """Whether it can leave a broken collective and re-form in place."""
     left: bool = False
     """It is out of its collective and waits for the order to re-form."""
+    doomed: bool = False
+    """It said that an exception ends it: it is as good as gone."""
     reformed: bool = True
     """It is part of the incarnation; False between the order to re-form and its word that it did."""
     since: float = 0.0

@@ -167,4 +167,8 @@ def _leave_groups() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is said and closed; taking the interpreter and its libraries apart would hold the slot for seconds.
+    os._exit(exit_code)
