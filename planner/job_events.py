@@ -49,6 +49,9 @@ class Said:
     incarnation: int
     rank: int
     message: Any
+    pid: int = 0
+    seq: int = 0
+    """Number of the message within the process ``pid``; 0: not numbered."""
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,10 @@ def _take(turn: Turn, event: JobEvent) -> None:
 def _on_said(turn: Turn, event: Said) -> None:
     """What a rank says counts if it is one of the present incarnation, under its number now or before the re-form."""
     job = turn.job
+    if event.seq:
+        if event.seq <= job.heard.get(str(event.pid), 0):
+            return
+        job.heard[str(event.pid)] = event.seq
     rank = job_healing.translate(job, event.incarnation, event.rank)
     if rank is None or rank.gone:
         return
@@ -174,6 +178,7 @@ def _start(turn: Turn, slots: Sequence[tuple[Lease, int]]) -> None:
         for n, (lease, slot) in enumerate(slots)
     ]
     job.size, job.partial, job.progressed, job.stop_why = len(slots), {}, False, ""
+    job.heard = {}
     job.told_step, job.former, job.renamed, job.boundary, job.due = 0, 0, {}, False, None
     state = escalation.State.from_json(job.escalation)
     job.escalation = escalation.decide(state, escalation.RanksStarted()).state.to_json()

@@ -207,6 +207,8 @@ class JobRecord(Record):
 
     firing: tuple[int, float, int] | None = None
     """Injected fault (index, time, step) that has not been detected yet."""
+    heard: dict[str, int] = {}
+    """Process id → number of the last message that was taken from it (:class:`planner.messages.Acknowledged`)."""
     settle_until: float | None = None
     """A fault known only by its echo waits until then for its root."""
     outbox: list[dict[str, Any]] = []

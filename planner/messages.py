@@ -274,7 +274,18 @@ class LeaveCollective(Message):
     """The broken ranks, where known: replicas without one may first finish the micro-batches they have begun."""
 
 
-AgentToRank = Annotated[StopAtBoundary | Reform | LeaveCollective, Field(discriminator="kind")]
+class Acknowledged(Message):
+    """The cluster has everything that this rank sent up to ``seq``; 0 is the answer to hello and asks for numbers.
+
+    A rank that was asked puts ``seq`` (1, 2, 3 … over the life of the process) into each line and keeps what is not
+    acknowledged, to send it again when its agent dies and comes back.
+    """
+
+    kind: Literal["ack"] = "ack"
+    seq: int
+
+
+AgentToRank = Annotated[StopAtBoundary | Reform | LeaveCollective | Acknowledged, Field(discriminator="kind")]
 AGENT_TO_RANK: TypeAdapter[Any] = TypeAdapter(AgentToRank)
 
 
@@ -448,6 +459,9 @@ class RankSaid(Report):
     job: str
     incarnation: int
     rank: int
+    pid: int = 0
+    seq: int = 0
+    """Number of the message within the process; what was heard before is ignored. 0: not numbered."""
     message: RankMessage
 
 

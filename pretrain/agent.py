@@ -386,11 +386,16 @@ class Agent:
         process = self.table.get(f"rank:{job}:{incarnation}:{rank}")
         return process is not None and process.pid == pid
 
-    def _rank_said(self, who: tuple[str, int, int], message: BaseModel) -> None:
+    def _rank_said(self, who: tuple[str, int, int], message: BaseModel, pid: int, seq: int) -> None:
         job, incarnation, rank = who
         if isinstance(message, RankDone) and (process := self.table.get(f"rank:{job}:{incarnation}:{rank}")):
             self._done.add(process.pid)
-        self.report(RankSaid(time=self._now(), job=job, incarnation=incarnation, rank=rank, message=message))
+        said = RankSaid(
+            time=self._now(), job=job, incarnation=incarnation, rank=rank, pid=pid, seq=seq, message=message
+        )
+        self.report(said)
+        if seq:
+            self._outbox.put(partial(self._post, partial(self.channel.acknowledge, pid, seq)))
 
     def _refused(self, reason: str) -> None:
         _log("message.refused", reason=reason)

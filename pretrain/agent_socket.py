@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from planner.auth import job_token
 from planner.errors import one_line
-from planner.messages import RANK_MESSAGES, RankHello
+from planner.messages import RANK_MESSAGES, Acknowledged, RankHello
 from pretrain import unix_socket
 
 MAX_LINE = 4 << 20
@@ -48,7 +48,7 @@ class RankChannel:
         selector: connections and the listening socket are registered with a callable as data.
         secret: cluster secret, from which job tokens derive.
         expected: (job, incarnation, rank, pid) -> whether this agent watches such a process.
-        said: called with (who, message) for each message, hello included.
+        said: called with (who, message, process id, number) for each message, hello included (its number is 0).
         refused: called with a reason for what was dropped.
     """
 
@@ -58,7 +58,7 @@ class RankChannel:
         selector: selectors.BaseSelector,
         secret: str,
         expected: Callable[[str, int, int, int], bool],
-        said: Callable[[tuple[str, int, int], Any], None],
+        said: Callable[[tuple[str, int, int], Any, int, int], None],
         refused: Callable[[str], None],
     ) -> None:
         self.path = path
@@ -120,8 +120,10 @@ class RankChannel:
     def _line(self, connection: Connection, line: bytes) -> bool:
         """Act on one line; False when the connection must go."""
         try:
-            message = RANK_MESSAGES.validate_python(json.loads(line))
-        except (ValueError, ValidationError) as error:
+            raw = json.loads(line)
+            seq = int(raw.pop("seq", 0))
+            message = RANK_MESSAGES.validate_python(raw)
+        except (ValueError, TypeError, AttributeError) as error:  # pydantic's ValidationError is a ValueError
             self._refused(f"no rank message: {one_line(error)[:200]}")
             return connection.who is not None
         if isinstance(message, RankHello):
@@ -129,7 +131,7 @@ class RankChannel:
         if connection.who is None:
             self._refused(f"{message.kind} before hello; the connection was dropped")
             return False
-        self._said(connection.who, message)
+        self._said(connection.who, message, connection.pid, seq)
         return True
 
     def _hello(self, connection: Connection, hello: RankHello) -> bool:
@@ -143,16 +145,25 @@ class RankChannel:
             )
             return False
         connection.who = (hello.job, hello.incarnation, hello.rank)
-        self._said(connection.who, hello)
+        self._said(connection.who, hello, connection.pid, 0)
+        self._queue(connection, Acknowledged(seq=0))
         return True
 
     def send(self, who: tuple[str, int, int], message: BaseModel) -> bool:
         """Queue a message for a rank and send what goes; False when it has no connection."""
         found = [connection for connection in self._connections if connection.who == who]
         for connection in found:
-            connection.outbox += message.model_dump_json().encode() + b"\n"
-            self._flush(connection)
+            self._queue(connection, message)
         return bool(found)
+
+    def acknowledge(self, pid: int, seq: int) -> None:
+        """Tell a process that what it said up to ``seq`` is safe; nothing happens where it is gone."""
+        for connection in [c for c in self._connections if c.pid == pid and c.who is not None]:
+            self._queue(connection, Acknowledged(seq=seq))
+
+    def _queue(self, connection: Connection, message: BaseModel) -> None:
+        connection.outbox += message.model_dump_json().encode() + b"\n"
+        self._flush(connection)
 
     def rename(self, old: tuple[str, int, int], new: tuple[str, int, int]) -> None:
         """A rank that re-forms speaks under its new name from its next hello on; what it is sent goes there now."""

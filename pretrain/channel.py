@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from planner.clock import Clock, SystemClock
 from planner.errors import ExitCode, one_line
-from planner.messages import AGENT_TO_RANK, LeaveCollective, RankHello, Reform, StopAtBoundary
+from planner.messages import AGENT_TO_RANK, Acknowledged, LeaveCollective, RankHello, Reform, StopAtBoundary
 from pretrain import unix_socket
 
 AgentMessage = StopAtBoundary | Reform | LeaveCollective
@@ -31,6 +31,7 @@ RECONNECT_SECONDS = 30.0
 """How long an agent may be away (it restarts) before its ranks end themselves."""
 _RETRY_SECONDS = 0.2
 _SEND_SECONDS = 5.0
+_ACKNOWLEDGE_SECONDS = 0.01
 _CHUNK = 1 << 16
 _LONGEST_LINE = 4 << 20
 
@@ -118,7 +119,8 @@ class SocketChannel:
     """A Unix socket to the agent, with a thread that reads, reconnects and, after too long, ends the rank.
 
     The first line of every connection is ``hello``. While the agent is away, messages are kept and sent in order
-    once it is back; one that was under way when it died is sent again whole.
+    once it is back; one that was under way when it died is sent again whole. An agent that acknowledges
+    (:class:`planner.messages.Acknowledged`) gets again what its former life took and had not passed on.
     """
 
     def __init__(
@@ -137,7 +139,9 @@ class SocketChannel:
         self._on_lost = on_lost
         self._clock = clock or SystemClock()
         self._lock = threading.RLock()
-        self._kept: deque[bytes] = deque()
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._unacknowledged: deque[tuple[int, bytes]] = deque()
+        self._seq: int | None = None
         self._socket: socket.socket | None = None
         self._handler: Handler | None = None
         self._early: list[AgentMessage] = []
@@ -150,7 +154,11 @@ class SocketChannel:
     def send(self, message: BaseModel) -> None:
         """Queue and send; returns once the kernel has it, or at once while the agent is away."""
         with self._lock:
-            self._kept.append(message.model_dump_json().encode() + b"\n")
+            line = message.model_dump_json().encode() + b"\n"
+            if self._seq is not None:
+                self._seq += 1
+                line = b'{"seq":%d,' % self._seq + line[1:]
+            self._kept.append((self._seq or 0, line))
             self._flush()
 
     def listen(self, handler: Handler) -> None:
@@ -169,11 +177,13 @@ class SocketChannel:
     def close(self) -> None:
         """Wait briefly for kept messages to go, then close."""
         deadline = self._clock.monotonic() + _SEND_SECONDS
-        while self._kept and self._clock.monotonic() < deadline:
+        while (self._kept or self._unacknowledged) and self._clock.monotonic() < deadline:
             with self._lock:
                 if self._socket is None and not self._connect():
                     break
                 self._flush()
+            if self._unacknowledged:
+                self._closing.wait(_ACKNOWLEDGE_SECONDS)
         self._closing.set()
         self._drop()
         if threading.current_thread() is not self._thread:
@@ -203,16 +213,20 @@ class SocketChannel:
     def _flush(self) -> None:
         while self._kept and self._socket is not None:
             try:
-                self._socket.sendall(self._kept[0])
+                self._socket.sendall(self._kept[0][1])
             except OSError:  # the agent died, or has not read for too long: the whole line goes to its successor
                 self._drop()
                 return
-            self._kept.popleft()
+            sent = self._kept.popleft()
+            if sent[0]:
+                self._unacknowledged.append(sent)
 
     def _drop(self) -> None:
         with self._lock:
             connection, self._socket = self._socket, None
             if connection is not None:
+                self._kept.extendleft(reversed(self._unacknowledged))
+                self._unacknowledged.clear()
                 self._away_since = self._clock.monotonic()
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -254,9 +268,12 @@ class SocketChannel:
         if not line.strip():
             return
         try:
-            message: AgentMessage = AGENT_TO_RANK.validate_json(line)
+            message: AgentMessage | Acknowledged = AGENT_TO_RANK.validate_json(line)
         except ValidationError as error:
             print(f"refused a message of the agent: {one_line(error)[:300]}", file=sys.stderr, flush=True)
+            return
+        if isinstance(message, Acknowledged):
+            self._acknowledged(message.seq)
             return
         with self._lock:
             handler = self._handler
@@ -264,3 +281,10 @@ class SocketChannel:
                 self._early.append(message)
         if handler is not None:
             handler(message)
+
+    def _acknowledged(self, seq: int) -> None:
+        """The agent numbers (0), or has passed on everything up to ``seq``."""
+        with self._lock:
+            self._seq = self._seq or 0
+            while self._unacknowledged and self._unacknowledged[0][0] <= seq:
+                self._unacknowledged.popleft()

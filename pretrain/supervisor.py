@@ -250,7 +250,7 @@ class Supervisor:
         report, node = envelope.report, envelope.node
         match report.kind:
             case "rank_said":
-                yield report.job, Said(report.incarnation, report.rank, report.message)
+                yield report.job, Said(report.incarnation, report.rank, report.message, report.pid, report.seq)
             case "rank_started":
                 yield report.job, Started(report.incarnation, report.rank, report.pid)
             case "rank_exited":
