@@ -101,6 +101,9 @@ class Persister:
     def persist(self, found: SnapshotSet) -> None:
         """Make one snapshot durable, with retries; says what became of it."""
         key = (found.incarnation, found.step)
+        if self._published_before(found):
+            self.done.add(key)
+            return
         for attempt in range(self.spec.failures):
             started = self.clock.monotonic()
             try:
@@ -118,6 +121,13 @@ class Persister:
             self._retain(found.step)
             break
         self.done.add(key)
+
+    def _published_before(self, found: SnapshotSet) -> bool:
+        """Whether an earlier process of this persister published exactly this snapshot before it died."""
+        try:
+            return self.target.incarnation_of(found.step) == found.incarnation
+        except Exception:  # a target that cannot be asked is the save's to complain about
+            return False
 
     def _publish(self, found: SnapshotSet) -> str:
         from pretrain import megatron_format, snapshot_state

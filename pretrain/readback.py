@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ def hash_from_disk(path: Path) -> tuple[int, str]:
     """(bytes, xxh3-128) of a file as the disk holds it."""
     drop_cache(path)
     digest, size = xxhash.xxh3_128(), 0
-    buffer = bytearray(_CHUNK)
-    view = memoryview(buffer)
-    with path.open("rb", buffering=0) as stream:
+    filling, full = bytearray(_CHUNK), bytearray(_CHUNK)
+    with path.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as reader:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while count := stream.readinto(buffer):
-            digest.update(view[:count])
+        count = stream.readinto(full) or 0
+        while count:
+            coming = reader.submit(stream.readinto, filling)  # the disk works while the hash does
+            digest.update(memoryview(full)[:count])
             size += count
+            count = coming.result() or 0
+            filling, full = full, filling
     return size, digest.hexdigest()
 
 

@@ -46,6 +46,9 @@ class Target(Protocol):
     ) -> list[int]:
         """Apply retention after a publication; the steps deleted."""
 
+    def incarnation_of(self, step: int) -> int | None:
+        """The incarnation that published a step; None where it is not published."""
+
     def claim(self, fence: Fence) -> None:
         """Take the right to publish; older incarnations are refused from now on."""
 
@@ -105,6 +108,11 @@ class FolderTarget:
             self.folder, keep=keep, keep_every=keep_every, newest_verified=newest_verified, protected=protected
         )
         return [parsed[0] for path in gone if (parsed := manifest.parse_step_dir(path.name))]
+
+    def incarnation_of(self, step: int) -> int | None:
+        """The incarnation in a step's manifest."""
+        folder = self.folder / manifest.step_dir_name(step)
+        return manifest.read_manifest(folder).incarnation if (folder / manifest.NAME).exists() else None
 
     def claim(self, fence: Fence) -> None:
         """See :func:`pretrain.published.claim`."""
@@ -224,6 +232,11 @@ class ObjectTarget:
         newest = self._fence()
         if newest is not None and own.older_than(newest):
             raise FencedError(f"{self.url}: {own} may not publish: {newest} has taken over")
+
+    def incarnation_of(self, step: int) -> int | None:
+        """The incarnation in a step's manifest."""
+        raw = self._read(manifest.step_dir_name(step), manifest.NAME)
+        return None if raw is None else int(json.loads(raw)["incarnation"])
 
     def claim(self, fence: Fence) -> None:
         """Take the right to publish; refused where a newer incarnation of the job has it."""

@@ -157,6 +157,17 @@ def test_a_damaged_snapshot_is_not_written(tmp_path: Path) -> None:
     assert bench.steps == []
 
 
+def test_a_restarted_persister_does_not_publish_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.save(1) == ["published"]
+    before = (bench.folder / "step-00000001" / manifest.NAME).stat().st_mtime_ns
+    bench.persister.done.clear()
+    bench.persister.persist(bench.persister.waiting()[0])
+    assert [message.what for message in bench.said] == ["published"]
+    assert (bench.folder / "step-00000001" / manifest.NAME).stat().st_mtime_ns == before
+    assert bench.persister.waiting() == []
+
+
 def test_an_older_incarnation_is_refused_and_not_retried(tmp_path: Path) -> None:
     """R10: fencing at publication."""
     bench = Bench(tmp_path)
