@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import random
 import shutil
 import tempfile
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     from evalsched.scoring import ScoreJob, ScoreOutcome
 
 _PLACEHOLDERS: dict[str, Any] = {
-    "loglikelihood": (-math.inf, False),
-    "loglikelihood_rolling": -math.inf,
+    "loglikelihood": (-1e4, False),
+    "loglikelihood_rolling": -1e4,
     "generate_until": "",
 }
 """What stands in for an answer that does not exist; its document is kept out of every result."""

@@ -5,19 +5,26 @@ Imports lm-eval; only subprocesses and metric workers import this module.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
+import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import lm_eval.tasks
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from evalsched.benchmarks import HOW_TO_PREPARE, prepared_folder
+from evalsched.digests import cache_folder
 from evalsched.types import EvalSettings
 from planner.errors import BadInputError, PlanariaError, one_line
+from planner.files import write_json
 
 ManagerT = TypeVar("ManagerT", bound="LoadingManager")
 
@@ -87,8 +94,8 @@ def task_manager(
 ) -> tuple[ManagerT, list[str]]:
     """A manager that knows all tasks asked for, and their names with patterns expanded.
 
-    lm-eval's own 14,000 task files (8 s to index) are looked through only when a name is not found in the
-    folders shipped, prepared or included. Later folders win, the user's last.
+    lm-eval's own 14,000 task files take 8 s to index, so of them only the folders of what is asked for are
+    read, unless a group reaches beyond them. Later folders win, the user's last.
 
     Raises:
         BadInputError: an include path is missing, or a task is unknown (with the nearest names).
@@ -104,9 +111,53 @@ def task_manager(
     if not names:
         raise BadInputError("--tasks: no task is named; `planaria tasks list` shows what there is")
     manager = kind(include_path=paths, include_defaults=False, metadata=metadata)
-    if not all(_known(name, manager.task_index) for name in names):
-        manager = kind(include_path=paths, include_defaults=True, metadata=metadata)
+    unknown = [name for name in names if not _known(name, manager.task_index)]
+    if unknown:
+        _refuse_unknown(unknown, manager.all_tasks)
+        near = [default_tasks()[name] for name in unknown if name in default_tasks()]
+        folders = [str(_default_root() / folder) for folder in dict.fromkeys(near) if folder]
+        manager = kind(include_path=[*folders, *paths], include_defaults=False, metadata=metadata)
+        if not folders or not all(_known(name, manager.task_index) for name in names):
+            manager = kind(include_path=paths, include_defaults=True, metadata=metadata)
     return manager, _expand(names, manager)
+
+
+def _default_root() -> Path:
+    return Path(lm_eval.tasks.__file__).parent
+
+
+@functools.cache
+def default_tasks() -> dict[str, str]:
+    """lm-eval's own tasks, groups and tags by name, with the folder of their file (empty for tags).
+
+    Found out once per version of lm-eval and kept in the cache.
+    """
+    path = cache_folder() / f"lm-eval-{version('lm_eval')}-tasks.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        index = TaskIndex.build([_default_root()])
+    found = {
+        name: str(entry.yaml_path.parent.relative_to(_default_root())) if entry.yaml_path else ""
+        for name, entry in index.items()
+    }
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    return found
+
+
+def _refuse_unknown(names: Sequence[str], ours: Sequence[str]) -> None:
+    """Say at once that a name is nowhere (patterns and files are looked at later)."""
+    for name in names:
+        if name not in default_tasks() and not any(c in name for c in "*?[") and not Path(name).is_file():
+            _unknown(name, [*ours, *default_tasks()])
+
+
+def _unknown(name: str, known: Sequence[str]) -> NoReturn:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    hint = f"did you mean {', '.join(near)}?" if near else "`planaria tasks list` shows what there is"
+    raise BadInputError(f"--tasks: unknown task {name!r}; {hint}")
 
 
 def _known(name: str, index: dict[str, Entry]) -> bool:
@@ -143,9 +194,7 @@ def _expand(names: Sequence[str], manager: TaskManager) -> list[str]:
         elif matched := manager.match_tasks([name]) if any(c in name for c in "*?[") else []:
             found.extend(matched)
         else:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
-            hint = f"did you mean {', '.join(near)}?" if near else "`planaria tasks list` shows what there is"
-            raise BadInputError(f"--tasks: unknown task {name!r}; {hint}")
+            _unknown(name, manager.all_tasks)
     return list(dict.fromkeys(found))
 
 

@@ -244,7 +244,7 @@ def check_settings(settings: EvalSettings) -> None:
 class _InputWatch:
     """Notes every file that Python opens for reading while tasks are loaded, through an audit hook.
 
-    A hook cannot be taken away again, so this is for a process that does nothing else.
+    A hook cannot be taken away again, so there is one per process, which listens only while tasks are loaded.
     """
 
     def __init__(self) -> None:
@@ -253,6 +253,7 @@ class _InputWatch:
         self._installed = False
 
     def __enter__(self) -> _InputWatch:
+        self.paths = set()
         if not self._installed:
             sys.addaudithook(self._saw)
             self._installed = True
@@ -269,6 +270,8 @@ class _InputWatch:
         if mode is None or not any(letter in mode for letter in "wax+"):
             self.paths.add(arguments[0])
 
+
+_WATCH = _InputWatch()
 
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 _SYSTEM = frozenset({"proc", "sys", "dev", "etc"})
@@ -318,8 +321,7 @@ def record(job: RecordJob, root: Path | None = None) -> Recording:
     hashes = FileHashes()
     key = recording_key(job, hashes)
     hashes.save()
-    watch = _InputWatch()
-    with watch:
+    with _WATCH as watch:
         recorded = record_requests(job)
     base = root or recordings_folder()
     base.mkdir(parents=True, exist_ok=True)
