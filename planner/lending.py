@@ -232,18 +232,22 @@ def _reason(
     """In words, with both sides as rates over the horizon."""
     if not backlog.reports:
         return "evaluation has no backlog"
-    waits = f"a backlog of {backlog.slot_seconds:.0f} slot-seconds in {len(backlog.reports)} reports"
+    waits = f"a backlog of {backlog.slot_seconds:.0f} slot-seconds in {_counted(len(backlog.reports), 'report')}"
     if count == 0:
         return f"gave nothing to evaluation: {waits} is worth less than what training would lose"
     if seconds <= 0:
-        return f"gave {count} idle slots to evaluation, which has {waits}"
+        return f"gave {_counted(count, 'idle slot')} to evaluation, which has {waits}"
     gain, loss = worth / seconds, cost / seconds
     lenders = [f"{name} {count} → {given[name]}" for name, count in planned.items() if given[name] != count]
     from_whom = f", lent by {', '.join(lenders)}" if lenders else ", all idle"
     return (
-        f"gave {count} slots to evaluation{from_whom}: {waits} is worth {gain:.3g} FLOP/s over the next "
+        f"gave {_counted(count, 'slot')} to evaluation{from_whom}: {waits} is worth {gain:.3g} FLOP/s over the next "
         f"{seconds:.0f} s, training loses {loss:.3g} FLOP/s"
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _alternatives(
