@@ -80,6 +80,7 @@ def enter(trainer: Trainer, order: Reform, *, newcomer: bool = False) -> None:
     reformer, machine = trainer.reformer, trainer.machine
     assert reformer is not None
     began = trainer.clock.monotonic()
+    in_hand = trainer.work is not None
     trainer.phase = "reform"
     if not newcomer:
         # From here on the agent's words about the new incarnation count, also while it is being joined.
@@ -101,7 +102,8 @@ def enter(trainer: Trainer, order: Reform, *, newcomer: bool = False) -> None:
         trainer.on_reformed(machine.layout, order.incarnation)
     redone = trainer.take_up(alignment)
     seconds = trainer.clock.monotonic() - began
-    trainer.started += seconds
+    if in_hand:
+        trainer.started += seconds  # the step's own time does not count the repair
     _report(trainer, seconds, redone, newcomer, received)
 
 

@@ -80,6 +80,8 @@ class Share:
     micro_batches: tuple[int, ...]
     forward_only: bool = False
     """The gradients are there already; only the losses are missing."""
+    foreign: int = 0
+    """How many of them were not this rank's when the attempt began."""
 
 
 @dataclass
@@ -197,7 +199,12 @@ class Trainer:
         agreement = self.facts.agreements.get(self.attempt)
         if agreement is None:
             share = self.share or Share(work.plan.shares[self.machine.layout.data_rank])
+            began = self.clock.monotonic()
             work.accumulate(share.micro_batches, forward_only=share.forward_only)
+            if share.foreign:
+                part = share.foreign / len(share.micro_batches)
+                redo = work.seconds.get("redo", 0.0)
+                work.seconds["redo"] = redo + part * (self.clock.monotonic() - began)
             work.reduce()
             agreement = work.agree(self.stop.why, regroup=self._wants_regroup())
         self.facts.agreements[self.attempt] = agreement
@@ -313,8 +320,9 @@ class Trainer:
         work = self.work if self.work is not None else self.start_step()
         work.take_up(replica in alignment.keep, alignment.finished_buckets)
         todo = alignment.todo[replica]
-        self.share = Share(todo, alignment.forward_only)
-        return [micro_batch for micro_batch in todo if micro_batch not in work.own]
+        foreign = [micro_batch for micro_batch in todo if micro_batch not in work.own]
+        self.share = Share(todo, alignment.forward_only, len(foreign))
+        return foreign
 
     # ------------------------------------------------------------ validation and checkpoints
 
@@ -354,6 +362,7 @@ class Trainer:
 
     def _message(self, work: StepWork, agreement: Agreement, norm: float, rate: float, seconds: float) -> RankStep:
         layout = self.machine.layout
+        known = sum(spent for part, spent in work.seconds.items() if part != "redo")
         return RankStep(
             step=work.plan.step,
             loss=agreement.loss,
@@ -366,7 +375,7 @@ class Trainer:
             batch=list(work.plan.ids),
             incarnation=self.incarnation,
             time=self.clock.time(),
-            phases={**work.seconds, "other": max(0.0, seconds - sum(work.seconds.values()))},
+            phases={**work.seconds, "other": max(0.0, seconds - known)},
         )
 
     def tell(self) -> None:

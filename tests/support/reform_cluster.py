@@ -15,6 +15,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,9 @@ from planner.messages import LeaveCollective, RankSpec, Reform
 from planner.pretrain_config import PretrainConfig
 from planner.rank_map import Grid, enlarged, grid, without
 from tests.support.rank_server import ForkedRank, RankServer
+
+DECLARE_SECONDS = 0.3
+"""After this a rank that stopped or hangs is declared hung (detection itself is tested elsewhere)."""
 
 
 def kill(process: ForkedRank) -> None:
@@ -69,6 +73,8 @@ class ReformCluster:
     fired: list[int] = field(default_factory=list)
     left_since: float | None = None
     next_name: int = 1000
+    silent: list[tuple[float, Member]] = field(default_factory=list)
+    """Ranks that make no progress, and when that is noticed."""
 
     def __post_init__(self) -> None:
         from torch.distributed import TCPStore
@@ -131,6 +137,17 @@ class ReformCluster:
         finally:
             self.close()
 
+    def run_until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
+        """Serve until ``condition()`` holds.
+
+        Raises:
+            AssertionError: it did not in time; with the logs' ends.
+        """
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not in time:\n{self.logs()}"
+            self.turn()
+
     def close(self) -> None:
         """End what is left."""
         for member in self.members:
@@ -168,6 +185,11 @@ class ReformCluster:
                 member.gone = True
                 if not member.waiting and member.process.returncode != 0:
                     self._tell_peers(member)
+        for due, member in [item for item in self.silent if time.monotonic() > item[0]]:
+            self.silent.remove((due, member))
+            if not member.gone:
+                self._tell_peers(member)
+                kill(member.process)
         self._heal()
         self._grow()
 
@@ -206,6 +228,8 @@ class ReformCluster:
         self.messages.append(message | {"who": member.number, "origin": member.origin, "at": time.monotonic()})
         if message["kind"] == "fault":
             self.fired.append(message["index"])
+            if self.config.faults[message["index"]].kind.value in ("sigstop", "hang"):
+                self.silent.append((time.monotonic() + DECLARE_SECONDS, member))
         elif message["kind"] == "left" and message["incarnation"] == self.incarnation:
             member.left = True
             self.left_since = self.left_since or time.monotonic()
