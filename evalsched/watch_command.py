@@ -139,8 +139,11 @@ class _Watch:
         found = look(self._directory)
         for one in complete(found, self._before):
             fingerprint = digest_of(sorted((name, *size) for name, size in one.sizes.items()))
-            if self._state.taken.get(one.path) == fingerprint:
-                continue
+            megatron = one.path.with_name(one.path.name.removesuffix(".hf"))
+            if self._state.taken.get(one.path) == fingerprint or (
+                megatron != one.path and megatron in self._state.taken
+            ):
+                continue  # the second: our own export of a checkpoint that is taken already
             self._state.taken[one.path] = fingerprint
             if self._done_before(one, fingerprint):
                 print(f"{one.path.name}: evaluated before, {self._target(one) / 'results.json'}", file=sys.stderr)
