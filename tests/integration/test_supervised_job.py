@@ -145,13 +145,11 @@ def test_input_that_only_a_rank_can_find_wrong_fails_the_job_at_once(cluster: Cl
 
 def test_a_job_without_progress_is_given_up_after_three_incarnations(cluster: Cluster) -> None:
     cluster.start_agent("n1", 1)
-    faults = [{"at_step": 1, "rank": 0, "kind": "exit"}] * 5
-    cluster.submit(plain(workers={"min": 1, "max": 1}, faults=[faults[0]] * 1), "once")
-    assert cluster.wait_state(job="once")["state"] == JobState.DONE
-    several = [{"at_step": 1, "rank": 0, "kind": "exit", "micro_batch": None, "phase": "forward"}] * 5
-    cluster.submit(plain(workers={"min": 1, "max": 1}, name="refires", faults=several))
+    cluster.submit(plain(workers={"min": 1, "max": 1}, name="hopeless"))
     record = cluster.wait_state()
-    assert record["state"] in (JobState.DONE, JobState.FAILED)
+    assert (record["state"], record["incarnation"]) == (JobState.FAILED, 3)
+    assert "exited with code 13" in record["reason"]
+    assert [fault["recovered_seconds"] for fault in record["faults"]] == [None] * 3
 
 
 def test_forged_commands_are_refused_and_nothing_is_started(cluster: Cluster) -> None:
