@@ -264,6 +264,8 @@ class PretrainConfig(Settings):
     """Optimizer steps of the whole run."""
     seed: NonNegative = 1234
     """Seed of weights and sample order."""
+    start_from: str | None = None
+    """Folder of a Hugging Face Llama-type model whose weights the run starts from; random weights when left out."""
     valid_every_steps: Positive | None = None
     """Steps between measurements of the held-out loss; at every checkpoint when left out."""
     checkpoint: Checkpoint = Checkpoint()

@@ -16,7 +16,19 @@ from planner.errors import BadInputError
 from planner.events import Action
 from planner.messages import RankCheckpoint, RankNote, RankPhase, RankSpec
 from planner.pretrain_config import PretrainConfig
-from pretrain import data, device, healing, model, optimizer, parallel, recovery, regroup, snapshot, tokenizer
+from pretrain import (
+    data,
+    device,
+    healing,
+    hf_import,
+    model,
+    optimizer,
+    parallel,
+    recovery,
+    regroup,
+    snapshot,
+    tokenizer,
+)
 from pretrain.channel import Channel
 from pretrain.checkpoint import Parts
 from pretrain.collective import Membership
@@ -124,7 +136,10 @@ class _Built:
         config = spec.config
         parallel.seed_generators(config.seed)
         vocabulary = model.padded_vocabulary(text.tokenizer.size, config.parallel.tensor)
-        chunk = model.wrap(model.build(config, vocabulary))
+        built = model.build(config, vocabulary)
+        if config.start_from is not None:
+            hf_import.load_weights(Path(config.start_from).expanduser(), built, config.model)
+        chunk = model.wrap(built)
         optim = optimizer.build_optimizer(config, [chunk])
         reformer.installed = regroup.present()
         self.spec, self.channel, self.text, self.reformer = spec, channel, text, reformer

@@ -26,7 +26,16 @@ BACK_OFF_SECONDS = (1.0, 2.0, 4.0, 8.0)
 
 
 def checkpoint_folder(config: PretrainConfig, job_folder: Path) -> Path:
-    """Where a job's checkpoints are: ``checkpoint.dir``, or ``checkpoints`` in its folder."""
+    """Where a job's checkpoints are: ``checkpoint.dir``, or ``checkpoints`` in its folder.
+
+    Raises:
+        BadInputError: a URL: ranks save to folders; object stores are served by :mod:`pretrain.persister`.
+    """
+    if config.checkpoint.dir and "://" in config.checkpoint.dir:
+        raise BadInputError(
+            f"checkpoint.dir {config.checkpoint.dir}: ranks save to a folder; leave it out, and let "
+            "python -m pretrain.persister publish the job's snapshots to the URL"
+        )
     return Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else job_folder / "checkpoints"
 
 

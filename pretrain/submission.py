@@ -101,8 +101,12 @@ def _check_tokenizer(config: PretrainConfig, path: Path) -> None:
 
 def _check_folder(config: PretrainConfig, path: Path) -> None:
     folder = config.checkpoint.dir
-    if folder is None or "://" in folder:
+    if folder is None:
         return
+    if "://" in folder:
+        raise BadInputError(
+            f"{path}: checkpoint.dir: {folder}: ranks save to a folder; name one (a persister can publish to the URL)"
+        )
     here = Path(folder)
     try:
         while not here.exists():
