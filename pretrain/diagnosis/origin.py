@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 _RANK = (
     re.compile(r"\[rank\s?(\d+)\]", re.I),
@@ -51,7 +51,7 @@ _TIMES = (
     (re.compile(r"^(?:\[\S+\] )?(\w{3}) +(\d+) (\d\d):(\d\d):(\d\d) "), "syslog"),
 )
 _MONTHS = {name: index for index, name in enumerate(
-    "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(), start=1)}  # fmt: skip
+    ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"], start=1)}  # fmt: skip
 _SHORT_GLOG = re.compile(r"\[[IWEF](\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))?")
 
 
@@ -105,7 +105,7 @@ def _seconds(match: re.Match[str], form: str, year: int | None) -> float:
 def _stamp(
     year: int | None, month: int, day: int, hour: int, minute: int, second: int, fraction: str | None = None
 ) -> float:
-    base = datetime(year or 2000, month, day, hour, minute, second, tzinfo=timezone.utc).timestamp()
+    base = datetime(year or 2000, month, day, hour, minute, second, tzinfo=UTC).timestamp()
     return base + (float(f"0.{fraction}") if fraction else 0.0)
 
 
@@ -157,7 +157,5 @@ class OriginMap:
                 self.pids.setdefault(int(match.group(1)), self._rank)
         elif (match := self._prefixed.match(text)) and not _NOT_HOSTS.match(match.group(1)):
             self.node_of_rank.setdefault(int(match.group(2)), match.group(1))
-        elif match := self._named.search(text):
-            self.node_of_rank.setdefault(int(match.group(1)), match.group(2))
-        elif "NCCL" in text and (match := self._nccl.search(text)) and match.group(1):
+        elif (match := self._named.search(text)) or ("NCCL" in text and (match := self._nccl.search(text)) and match.group(1)):
             self.node_of_rank.setdefault(int(match.group(1)), match.group(2))
