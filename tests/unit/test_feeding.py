@@ -1,0 +1,105 @@
+"""Which shard goes to which worker: newest first with ageing, residency, depth, second copies."""
+
+from __future__ import annotations
+
+import pytest
+
+from evalsched.feeding import (
+    AGEING_SECONDS,
+    DEPTH,
+    OutView,
+    PendingShard,
+    RunView,
+    WorkerView,
+    assign,
+    slots_wanted,
+    urgency,
+)
+
+
+def run(name: str, created: float, *seconds: float, model: str = "", weight: float = 1.0) -> RunView:
+    shards = tuple(PendingShard(shard=f"{name}-{n}", seconds=s) for n, s in enumerate(seconds))
+    return RunView(run=name, created=created, model=model or name, pending=shards, weight=weight)
+
+
+def test_no_worker_gets_more_than_the_depth() -> None:
+    chosen = assign([run("a", 0, *[1.0] * 20)], [WorkerView(worker=w, model=None) for w in ("w1", "w2", "w3")], 1.0)
+    assert len(chosen) == 3 * DEPTH
+    assert len({one.shard for one in chosen}) == len(chosen)
+    assert {one.worker for one in chosen} == {"w1", "w2", "w3"}
+
+
+def test_a_full_worker_gets_nothing() -> None:
+    full = WorkerView(
+        worker="w", model="a", out=(OutView(run="a", shard="x", seconds=1), OutView(run="a", shard="y", seconds=1))
+    )
+    assert assign([run("a", 0, 1.0)], [full], 1.0) == []
+
+
+def test_long_shards_go_first_and_to_the_idle_worker() -> None:
+    busy = WorkerView(worker="busy", model="a", out=(OutView(run="a", shard="x", seconds=9),))
+    chosen = assign([run("a", 0, 1.0, 5.0, 3.0)], [busy, WorkerView(worker="idle", model="a")], 1.0, depth=2)
+    assert (chosen[0].worker, chosen[0].shard) == ("idle", "a-1")
+
+
+def test_the_newest_checkpoint_goes_first() -> None:
+    chosen = assign(
+        [run("old", 0.0, 1.0), run("new", 500.0, 1.0)], [WorkerView(worker="w", model=None)], 500.0, depth=1
+    )
+    assert chosen[0].run == "new"
+
+
+def test_nothing_starves_behind_newer_checkpoints() -> None:
+    """A new checkpoint arrives all the time; the oldest is served in the end."""
+    now, old = 0.0, run("old", 0.0, 1.0)
+    while True:
+        now += 60.0
+        fresh = run("fresh", now, 1.0)
+        if assign([old, fresh], [WorkerView(worker="w", model="fresh")], now, depth=1)[0].run == "old":
+            break
+        assert now < 3 * AGEING_SECONDS
+    assert now > 600
+
+
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+def test_urgency_falls_and_then_grows_without_bound(weight: float) -> None:
+    one = run("a", 0.0, 1.0, weight=weight)
+    values = [urgency(one, t) for t in (0.0, 60.0, 600.0, 5_000.0, 50_000.0)]
+    assert values[0] == weight
+    assert values[1] < values[0]
+    assert values[3] > values[0]
+    assert values[4] > values[3]
+
+
+def test_a_resident_model_is_kept_where_urgency_is_close() -> None:
+    runs = [run("a", 99.0, 1.0), run("b", 100.0, 1.0)]
+    assert assign(runs, [WorkerView(worker="w", model="a")], 101.0, depth=1)[0].run == "a"
+    assert assign(runs, [WorkerView(worker="w", model=None)], 101.0, depth=1)[0].run == "b"
+
+
+def test_a_failed_shard_waits_and_goes_to_another_worker() -> None:
+    failed = PendingShard(shard="s", seconds=1.0, attempts=1, after=10.0, last_worker="w1")
+    view = RunView(run="a", created=0.0, model="a", pending=(failed,))
+    workers = [WorkerView(worker="w1", model="a"), WorkerView(worker="w2", model="a")]
+    assert assign([view], workers, 9.0) == []
+    assert [one.worker for one in assign([view], workers, 10.0)] == ["w2"]
+    assert [one.worker for one in assign([view], workers[:1], 10.0)] == ["w1"], "alone, it must take it itself"
+
+
+def test_a_straggler_is_run_twice_only_when_nothing_else_is_left() -> None:
+    late = OutView(run="a", shard="s", seconds=2.0, begun=1.0)
+    workers = [WorkerView(worker="w1", model="a", out=(late,)), WorkerView(worker="w2", model="a")]
+    assert assign([], workers, 10.0) == []
+    (copy,) = assign([], workers, 60.0)
+    assert (copy.worker, copy.shard, copy.second_copy) == ("w2", "s", True)
+    assert not any(one.second_copy for one in assign([run("b", 0.0, 1.0)], workers, 60.0))
+    twice = OutView(run="a", shard="s", seconds=2.0, begun=1.0, copies=2)
+    assert assign([], [WorkerView(worker="w1", model="a", out=(twice,)), workers[1]], 60.0) == []
+
+
+def test_slots_follow_the_backlog() -> None:
+    assert slots_wanted(0.0, 0, 8) == 0
+    assert slots_wanted(1.0, 1, 8) == 1
+    assert slots_wanted(300.0, 100, 8) == 8
+    assert slots_wanted(300.0, 3, 8) == 3
+    assert slots_wanted(90.0, 100, 8, target_seconds=30.0) == 3
