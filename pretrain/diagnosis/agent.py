@@ -26,8 +26,10 @@ from pretrain.diagnosis.rules import Role, Rule, classes, shipped_rules
 
 _SPEAKS_TO_A_MODEL = re.compile(
     r"(?i)\b(?:ignore|disregard|forget)\b.{0,40}\b(?:previous|above|prior|earlier|all|these)\b.{0,40}\b(?:instruction|prompt|rule|message)"
-    r"|\b(?:you are|act as|pretend to be)\b.{0,40}\b(?:assistant|model|ai|system|agent)\b|\b(?:system|assistant|user) ?prompt\b"
-    r"|<\|?(?:im_start|im_end|system|assistant)\|?>|\b(?:answer|respond|reply|output|classify (?:this|it)) (?:only |just )?(?:with|as)\b"
+    r"|\b(?:you are|act as|pretend to be)\b.{0,40}\b(?:assistant|model|ai|system|agent)\b|\b(?:system|assistant"
+    r"|user) ?prompt\b"
+    r"|<\|?(?:im_start|im_end|system|assistant)\|?>|\b(?:answer|respond|reply|output|classify (?:this"
+    r"|it)) (?:only |just )?(?:with|as)\b"
     r"|\bset (?:the )?(?:root|severity|verdict|confidence)\b"
 )
 
@@ -54,7 +56,7 @@ class AgentSettings(Settings):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> AgentSettings | None:
-        """Settings from ``PLANARIA_LLM_URL`` and ``PLANARIA_LLM_MODEL``; None where they are not set: the agent is off."""
+        """Settings from ``PLANARIA_LLM_URL`` and ``PLANARIA_LLM_MODEL``; None, and off, where they are not set."""
         source = os.environ if environment is None else environment
         url, model = source.get("PLANARIA_LLM_URL"), source.get("PLANARIA_LLM_MODEL")
         return cls(base_url=url, model=model) if url and model else None

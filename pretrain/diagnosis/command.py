@@ -33,7 +33,8 @@ def _show(verdict: Verdict) -> None:
     console = Console(file=sys.stdout)
     table = Table(title=verdict.file, show_header=False, title_justify="left", expand=False)
     where = ", ".join(part for part in (
-        f"node {verdict.node}" if verdict.node else "", f"rank {verdict.rank}" if verdict.rank is not None else "") if part)  # fmt: skip
+        f"node {verdict.node}" if verdict.node else "",
+        f"rank {verdict.rank}" if verdict.rank is not None else "") if part)  # fmt: skip
     table.add_row("root", f"[bold]{verdict.root}[/bold] ({verdict.category}), {verdict.severity}")
     table.add_row("what", verdict.explanation)
     table.add_row("where", where or "the log does not say")

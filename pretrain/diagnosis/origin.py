@@ -40,8 +40,8 @@ _NOT_HOSTS = re.compile(
     re.I,
 )
 _SECTION = re.compile(
-    r"(?:dmesg|kernel (?:log|messages|ring)|journalctl)[^A-Za-z0-9]*(?:-T|-k|--\S+|\s)*.*?(?:on|of|from|host|node|:|@)?\s*"
-    + _HOST,
+    r"(?:dmesg|kernel (?:log|messages|ring)|journalctl)[^A-Za-z0-9]*(?:-T|-k|--\S+|\s)*.*?(?:on|of|from|host"
+    r"|node|:|@)?\s*" + _HOST,
     re.I,
 )
 _TIMES = (
@@ -157,5 +157,7 @@ class OriginMap:
                 self.pids.setdefault(int(match.group(1)), self._rank)
         elif (match := self._prefixed.match(text)) and not _NOT_HOSTS.match(match.group(1)):
             self.node_of_rank.setdefault(int(match.group(2)), match.group(1))
-        elif (match := self._named.search(text)) or ("NCCL" in text and (match := self._nccl.search(text)) and match.group(1)):
+        elif (match := self._named.search(text)) or (
+            "NCCL" in text and (match := self._nccl.search(text)) and match.group(1)
+        ):
             self.node_of_rank.setdefault(int(match.group(1)), match.group(2))

@@ -32,15 +32,19 @@ _SECTION_HOST = re.compile(r"(?:[@(:]|\bof|\bon|\bfrom|\bhost|\bnode)\s*\(?([A-Z
 _KERNEL_LINE = re.compile(r"^(?:\[\w{3} \w{3} +\d+ |\[ *\d+\.\d{6}\]|\w{3} +\d+ \d\d:\d\d:\d\d \S+ kernel:|kern\w* *:)")
 _LOGGED = re.compile(r"^(?:\S+ )?(?:\[?(?:WARNING|WARN|INFO|DEBUG)\b|.{0,40}\b(?:WARNING|WARN|INFO)[:\] ])")
 _HANDLED = re.compile(
-    r"(?i)\b(?:falling back|will retry|retrying|skipped|skipping|ignored|ignoring|optional|caught|handled|recovered|not installed, )\b"
+    r"(?i)\b(?:falling back|will retry|retrying|skipped|skipping|ignored|ignoring|optional|caught|handled"
+    r"|recovered|not installed, )\b"
 )
 _ENDED_WELL = re.compile(
-    r"(?i)training (?:is )?(?:done|complete|finished)|after training is done|exiting program (?:at|after)|exit(?:ed|ing)?(?: with)?"
-    r"(?: exit)?[- ]?code:? ?0\b|job (?:\S+ )?(?:completed|finished)(?: successfully)?|successfully (?:finished|completed)"
+    r"(?i)training (?:is )?(?:done|complete|finished)|after training is done|exiting program (?:at|after)"
+    r"|exit(?:ed|ing)?(?: with)?"
+    r"(?: exit)?[- ]?code:? ?0\b|job (?:\S+ )?(?:completed|finished)(?: successfully)?|successfully (?:finished"
+    r"|completed)"
     r"|exit-duration|planned exit|State=COMPLETED"
 )
 _BAD_END = re.compile(
-    r"(?i)ChildFailedError|exitcode ?:? -?[1-9]\d*|exit(?:ed)? (?:with )?(?:exit )?code:? [1-9]\d*|CANCELLED AT|Job step aborted"
+    r"(?i)ChildFailedError|exitcode ?:? -?[1-9]\d*|exit(?:ed)? (?:with )?(?:exit )?code:? [1-9]\d*|CANCELLED AT"
+    r"|Job step aborted"
     r"|\bFAILED\b|Terminated$|Aborted|core dumped|Segmentation fault"
 )
 _FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\)")
@@ -370,7 +374,8 @@ def _from_roots(roots: list[Evidence], collected: Collector) -> Verdict:
     confidence = min(0.99, 0.6 + first.strength / 250) - 0.1 * min(2, len(rivals))
     rank = _rank(first, same, collected)
     return _verdict(
-        collected, str(first.root), _first_lines(first, lines), confidence, rank=rank, node=_place(first, same, rank, collected),
+        collected, str(first.root), _first_lines(first, lines), confidence, rank=rank, node=_place(first, same, rank,
+        collected),
         severity=first.severity, action=first.action,
     )  # fmt: skip
 

@@ -163,16 +163,20 @@ _BY_TYPE = {
     "PermissionError": "permission_error", "ImportError": "import_error", "ModuleNotFoundError": "import_error",
     "KeyError": "key_error", "ConfigKeyError": "key_error", "SyntaxError": "syntax_error",
     "IndentationError": "syntax_error", "TabError": "syntax_error", "ArgumentError": "argument_error",
-    "CalledProcessError": "called_process_error", "SubprocessError": "called_process_error", "IndexError": "index_error",
+    "CalledProcessError": "called_process_error", "SubprocessError": "called_process_error",
+    "IndexError": "index_error",
     "MemoryError": "host_out_of_memory", "RecursionError": "runtime_error", "StopIteration": "runtime_error",
     "JSONDecodeError": "value_error", "ValidationError": "value_error", "ConnectionError": "connection_error",
     "ConnectionRefusedError": "connection_error", "ConnectionResetError": "connection_error",
-    "BrokenPipeError": "connection_error", "ConnectionAbortedError": "connection_error", "TimeoutError": "connection_error",
+    "BrokenPipeError": "connection_error", "ConnectionAbortedError": "connection_error",
+    "TimeoutError": "connection_error",
     "RendezvousConnectionError": "connection_error", "OutOfMemoryError": "out_of_memory",
-    "CheckpointException": "checkpoint_corrupt", "UnpicklingError": "checkpoint_corrupt", "BadZipFile": "checkpoint_corrupt",
+    "CheckpointException": "checkpoint_corrupt", "UnpicklingError": "checkpoint_corrupt",
+    "BadZipFile": "checkpoint_corrupt",
     "EOFError": "dataset_loading_error",
 }  # fmt: skip
-_NOT_CAUSES = {"ChildFailedError", "SignalException", "DistBackendError", "DistNetworkError", "DistStoreError", "KeyboardInterrupt",
+_NOT_CAUSES = {"ChildFailedError", "SignalException", "DistBackendError", "DistNetworkError", "DistStoreError",
+"KeyboardInterrupt",
                "BrokenProcessPool", "RayTaskError", "ProcessExitedException", "ProcessRaisedException"}  # fmt: skip
 
 

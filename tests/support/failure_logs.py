@@ -48,21 +48,21 @@ BY_A_RANK = [
     ("disk_full", "[rank{r}]: OSError: [Errno 122] Disk quota exceeded: '/ckpt/step_900/model.pt'", "STOP"),
     ("storage_error", "[rank{r}]: OSError: [Errno 5] Input/output error: '/lustre/tok/part_3.bin'", "SEV2"),
     ("illegal_memory_access", "[rank{r}]: RuntimeError: CUDA error: an illegal memory access was encountered", "SEV2"),
-    ("cuda_error", "[rank{r}]: RuntimeError: CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling cublasSgemm", "SEV2"),
+    ("cuda_error", "[rank{r}]: RuntimeError: CUDA error: CUBLAS_STATUS_INTERNAL_ERROR in cublasSgemm", "SEV2"),
     ("ecc_error", "[rank{r}]: RuntimeError: CUDA error: uncorrectable ECC error encountered", "SEV1"),
     ("dataset_loading_error", "[rank{r}]: pyarrow.lib.ArrowInvalid: Parquet magic bytes not found in footer", "STOP"),
     ("model_loading_error", "[rank{r}]: RuntimeError: Error(s) in loading state_dict for GPTModel:", "STOP"),
-    ("checkpoint_corrupt", "[rank{r}]: safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge", "SEV2"),
+    ("checkpoint_corrupt", "[rank{r}]: safetensors_rust.SafetensorError: deserializing header: HeaderTooLarge", "SEV2"),
     ("nan_loss", "[rank{r}]: RuntimeError: loss is nan at step 431, refusing to go on", "SEV2"),
-    ("connection_error", "[rank{r}]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.4.2]:23911", "SEV3"),
+    ("connection_error", "[rank{r}]: RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.0.4.2]", "SEV3"),
 ]  # fmt: skip
 
 BY_THE_KERNEL = [
     ("gpu_lost", "NVRM: Xid (PCI:0000:9b:00): 79, pid=4711, name=python3, GPU has fallen off the bus.", "SEV1"),
-    ("nvlink_error", "NVRM: Xid (PCI:0000:9b:00): 74, pid='<unknown>', NVLink: fatal error detected on link 2(0x1)", "SEV1"),
-    ("ecc_error", "NVRM: Xid (PCI:0000:9b:00): 48, pid=1, An uncorrectable double bit error (DBE) has been detected", "SEV1"),
-    ("gpu_driver_error", "NVRM: Xid (PCI:0000:9b:00): 119, pid=9, Timeout after 45s of waiting for RPC response from GPU3 GSP!", "SEV1"),
-    ("invalid_dma_mapping", "AMD-Vi: Event logged [IO_PAGE_FAULT device=9b:00.0 domain=0x0012 address=0x7f0000 flags=0x0030]", "SEV1"),
+    ("nvlink_error", "NVRM: Xid (PCI:0000:9b:00): 74, pid='<unknown>', NVLink: fatal error detected on link 2", "SEV1"),
+    ("ecc_error", "NVRM: Xid (PCI:0000:9b:00): 48, pid=1, uncorrectable double bit error (DBE) detected", "SEV1"),
+    ("gpu_driver_error", "NVRM: Xid (PCI:0:9b:00): 119, Timeout after 45s of waiting for RPC response from GPU3 GSP", "SEV1"),
+    ("invalid_dma_mapping", "AMD-Vi: Event logged [IO_PAGE_FAULT device=9b:00.0 address=0x7f0000]", "SEV1"),
     ("host_out_of_memory", "Memory cgroup out of memory: Killed process 4711 (pt_main_thread) total-vm:99kB", "SEV2"),
     ("link_flapping", "mlx5_core 0000:9b:00.0 ens5f0np0: Link down", "SEV3"),
 ]  # fmt: skip
@@ -89,8 +89,8 @@ def cascade(log: Log, root_rank: int | None, noise: random.Random, at: float) ->
     """What the other ranks and the launcher say when one is gone."""
     for rank in noise.sample([rank for rank in range(16) if rank != root_rank], 6):
         log.add(
-            f"[rank{rank}]:[E304 {stamp(at + 600).split()[1]}.123 ProcessGroupNCCL.cpp:616] [Rank {rank}] Watchdog caught "
-            f"collective operation timeout: WorkNCCL(SeqNum=77, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600021 "
+            f"[rank{rank}]:[E304 {stamp(at + 600).split()[1]}.123 ProcessGroupNCCL.cpp:616] [Rank {rank}] "
+            f"Watchdog caught collective operation timeout: WorkNCCL(SeqNum=77, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600021 "
             f"milliseconds before timing out.",
             f"[rank{rank}]: torch.distributed.DistBackendError: [Rank {rank}] NCCL communicator was aborted",
         )

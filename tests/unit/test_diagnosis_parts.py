@@ -256,7 +256,8 @@ def test_the_verdict_has_the_shape_of_the_contract(tmp_path: Path) -> None:
     path.write_text(log.text())
     document = diagnose(path).to_json()
     assert set(document) == {
-        "file", "root", "category", "severity", "node", "rank", "evidence", "confidence", "action", "explanation", "method",
+        "file", "root", "category", "severity", "node", "rank", "evidence", "confidence", "action", "explanation",
+        "method",
     }  # fmt: skip
     assert re.fullmatch("rule|retrieval|llm|none", document["method"])
     assert 0 <= document["confidence"] <= 1
