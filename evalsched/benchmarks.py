@@ -23,7 +23,18 @@ from evalsched.digests import cache_folder
 from planner.errors import BadInputError, MissingServiceError, one_line
 from planner.files import write_json
 
-HOW_TO_PREPARE = "`planaria tasks list` shows what can be prepared, `planaria tasks prepare NAME` does it"
+
+def how_to_prepare(task: str) -> str:
+    """What to do where a task's data is missing: the prepared task of the same benchmark, if there is one."""
+    wanted = task.replace("_", "").lower()
+    like = [one.name for one in BENCHMARKS if one.name.replace("_", "").startswith(wanted)]
+    if like:
+        return f"`planaria tasks prepare {like[0]}` builds {like[0]} from the package {_package(like[0])}"
+    return "`planaria tasks list` shows what can be prepared, `planaria tasks prepare NAME` does it"
+
+
+def _package(name: str) -> str:
+    return next(one.package for one in BENCHMARKS if one.name == name)
 
 
 def prepared_folder() -> Path:

@@ -20,7 +20,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from evalsched.benchmarks import HOW_TO_PREPARE, prepared_folder
+from evalsched.benchmarks import how_to_prepare, prepared_folder
 from evalsched.digests import cache_folder
 from evalsched.types import EvalSettings
 from planner.errors import BadInputError, PlanariaError, one_line
@@ -63,10 +63,10 @@ class LoadingManager(TaskManager):
         except PlanariaError:
             raise
         except Exception as error:  # whatever a task's own code raises
-            raise BadInputError(f"task {spec}: {_why(error)}") from error
+            raise BadInputError(f"task {spec}: {_why(error, str(spec))}") from error
 
 
-def _why(error: Exception) -> str:
+def _why(error: Exception, task: str) -> str:
     text = one_line(error)[:300] or type(error).__name__
     kinds = {base.__name__ for base in type(error).__mro__}
     if kinds & {
@@ -76,7 +76,7 @@ def _why(error: Exception) -> str:
         "OfflineModeIsEnabled",
         "HfHubHTTPError",
     }:
-        return f"its data is not on this machine ({text}); {HOW_TO_PREPARE}"
+        return f"its data is not on this machine ({text}); {how_to_prepare(task)}"
     if isinstance(error, ModuleNotFoundError):
         return f"it needs the Python module {error.name!r}, which is not installed"
     return f"cannot be loaded: {type(error).__name__}: {text}"
