@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 
@@ -27,9 +28,9 @@ class PeerPlan:
     reason: str
 
 
-def topology(switch_of: Mapping[str, str], links: Mapping[str, str] | None = None) -> nx.Graph:
+def topology(switch_of: Mapping[str, str], links: Mapping[str, str] | None = None) -> nx.Graph[tuple[str, str]]:
     """The network as a graph: nodes below their switch, switches below what ``links`` names (a spine as a rule)."""
-    graph: nx.Graph = nx.Graph()
+    graph: nx.Graph[tuple[str, str]] = nx.Graph()
     for node, switch in sorted(switch_of.items()):
         graph.add_node(("node", node))
         graph.add_edge(("node", node), ("switch", switch))
@@ -63,7 +64,7 @@ def choose_peers(
     if len(nodes) < 2:
         return PeerPlan(dict.fromkeys(nodes, ()), tuple(nodes), "one node alone has no peer")
     distance = dict(nx.all_pairs_shortest_path_length(topology(switch_of, links)))
-    flow: nx.DiGraph = nx.DiGraph()
+    flow: nx.DiGraph[Any] = nx.DiGraph()
     for node in nodes:
         flow.add_edge("source", ("from", node), capacity=copies, weight=0)
         flow.add_edge(("to", node), "sink", capacity=keeps or copies, weight=0)

@@ -17,10 +17,10 @@ import io
 import os
 import queue
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,10 @@ if "serialization_format" in inspect.signature(_write_item).parameters:
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
     _SERIALIZATION["serialization_format"] = SerializationFormat.TORCH_SAVE
+
+
+_write: Callable[..., WriteResult] = _write_item
+"""Takes the transforms first in the torch versions that have them, which its types do not say."""
 
 
 class SaveFailedError(WorkFailedError):
@@ -112,19 +116,19 @@ class _ThreadWriter(FileSystemWriterAsync):  # type: ignore[misc]
         """Write and sync all planned buckets; the hash of each file. Results go where the finalisation looks."""
         buckets = self.write_buckets or []
         written = map_threads(self._write_bucket, buckets, len(buckets))
-        self.results_queue = queue.Queue()
+        self.results_queue: queue.Queue[Any] = queue.Queue()
         self.results_queue.put({index: results for index, (results, _) in enumerate(written)})
         return {bucket[1]: digest for bucket, (_, digest) in zip(buckets, written, strict=True)}
 
     def _write_bucket(self, bucket: Any) -> tuple[list[WriteResult], str]:
         path, storage_key, (as_bytes, as_tensors) = bucket
-        transforms = [self.transforms] if hasattr(self, "transforms") else []
+        transforms: Any = [self.transforms] if hasattr(self, "transforms") else []
         results = []
         with HashingStream(path) as stream:
             for item, data in as_bytes:
-                results.append(_write_item(*transforms, stream, data, item, storage_key, **_SERIALIZATION))
+                results.append(_write(*transforms, stream, data, item, storage_key, **_SERIALIZATION))
             for item, tensor in as_tensors:
-                results.append(_write_item(*transforms, stream, _on_host(tensor), item, storage_key, **_SERIALIZATION))
+                results.append(_write(*transforms, stream, _on_host(tensor), item, storage_key, **_SERIALIZATION))
             return results, stream.sync()
 
 
@@ -226,7 +230,7 @@ def write_parts(sharded: Any, common: dict[str, Any], folder: Path, *, thread_co
         with agreed(f"writing {COMMON}"):
             if dist.get_rank() == 0:
                 with HashingStream(str(folder / COMMON)) as stream:  # torch's own writer hides why a disk refuses
-                    torch.save(common, stream)
+                    torch.save(common, cast(IO[bytes], stream))
                     common_hash = stream.sync()
         strategy.save(sharded, folder)
         with agreed("finishing the save"):
