@@ -12,7 +12,7 @@ from typing import Any
 
 from celery import Celery, signals
 
-from evalsched.messages import METRIC_QUEUE, RUN_SHARD, SCORE, WARM
+from evalsched.messages import METRIC_QUEUE, METRIC_WORK, RUN_SHARD, WARM
 
 VISIBILITY_TIMEOUT = 12 * 3600
 """Seconds until Redis' transport delivers an unacknowledged message again; longer than any shard. The scheduler
@@ -69,7 +69,7 @@ def make_app(url: str | None) -> Celery:
     )
     app.task(name=RUN_SHARD, bind=True)(_run_shard)
     app.task(name=WARM, bind=True)(_warm)
-    app.task(name=SCORE, bind=True)(_score)
+    app.task(name=METRIC_WORK, bind=True)(_metric)
     return app
 
 
@@ -81,8 +81,8 @@ def _warm(task: Any, message: Any) -> None:
     task.app.planaria_worker.warm(message)
 
 
-def _score(task: Any, message: Any) -> None:
-    task.app.planaria_worker.score(message, _delivery(task))
+def _metric(task: Any, message: Any) -> None:
+    task.app.planaria_worker.metric(message, _delivery(task))
 
 
 def _delivery(task: Any) -> str:

@@ -19,11 +19,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from evalsched.costs import CostModel
-from evalsched.evaluation import score
 from evalsched.feeding import MAX_ATTEMPTS, OutView, WorkerView, assign
-from evalsched.finishing import check_shard, note_check, score_run
+from evalsched.finishing import check_shard, note_check, record_somewhere, score_run, score_somewhere
 from evalsched.ledger import Ledger
 from evalsched.messages import ANSWERS, RUN_SHARD, WARM, Answers, Ended, Left, RunShard, Warm, infer_queue
+from evalsched.metric_desk import MetricDesk
 from evalsched.models import ModelFacts
 from evalsched.roster import Roster, stands_still
 from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare, shard_costs
@@ -50,7 +50,7 @@ class Conductor:
         app: Celery application on the same Redis.
         device: what the workers' engines run on.
         kill_worker: ends a worker that hangs.
-        scorer: scores a run whose responses are all in; in a subprocess by default.
+        scorer: scores a run whose responses are all in; by default on a metric worker, or else in a subprocess.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Conductor:
         *,
         device: str = "cpu",
         kill_worker: Callable[[str, str], None] = lambda worker, reason: None,
-        scorer: Callable[[ScoreJob], ScoreOutcome] = score,
+        scorer: Callable[[ScoreJob], ScoreOutcome] | None = None,
     ) -> None:
         self.store = store
         self.ledger = ledger
@@ -74,6 +74,7 @@ class Conductor:
         self._device = device
         self._kill = kill_worker
         self._reader = "evaluation.responses"
+        self.desk = MetricDesk(self.table, self._send_to, lambda: self.roster.metric())
         self._scorer = scorer
         self._position = store.position(self._reader)
         self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="evaluation")
@@ -95,6 +96,9 @@ class Conductor:
     def restore(self) -> None:
         """Take up what an earlier conductor left: its runs, and the shards that live workers still have."""
         for name, record in self.table.dispatches().items():
+            if "metric" in record:  # whoever waited for it is gone
+                self.table.drop_dispatches([name])
+                continue
             shard = Shard.from_json(record["shard"])
             self.out[name] = OutShard(
                 dispatch=name, run=record["run"], worker=record["worker"], shard=shard, sent=record["sent"],
@@ -135,7 +139,7 @@ class Conductor:
 
     def _prepare(self, spec: RunSpec, model: Identified) -> Prepared:
         with self._recording:  # the next checkpoint's requests are the same, and then found in the cache
-            return prepare(spec, model, self.ledger)
+            return prepare(spec, model, self.ledger, lambda job: record_somewhere(self.desk, job, spec.id))
 
     def _submit(self, run: Run, function: Callable[..., Any], *arguments: Any) -> None:
         self._work[run.id] = self._pool.submit(function, *arguments)
@@ -197,6 +201,8 @@ class Conductor:
             message: Answers | Ended | Left = ANSWERS.validate_python(payload)
         except ValidationError as error:
             self.store.refuse("responses", str(payload), one_line(error)[:300])
+            return None
+        if isinstance(message, Ended) and self.desk.note(message):
             return None
         if not isinstance(message, Left) and message.dispatch not in self.out:
             # A late word of a worker that was given up, or a second delivery: its shard is elsewhere by now.
@@ -446,7 +452,8 @@ class Conductor:
         return self._dispatch(run, WaitingShard(shard=shard), live[0], now, check=True)
 
     def _score(self, run: Run) -> ScoreOutcome:
-        return score_run(run, self.ledger, self._scorer)
+        scorer = self._scorer or (lambda job: score_somewhere(self.desk, job, run.id))
+        return score_run(run, self.ledger, scorer)
 
     def _scored(self, run: Run, outcome: ScoreOutcome, now: float) -> None:
         run.outcome, run.ended = outcome, now
@@ -583,10 +590,13 @@ class Conductor:
         return True
 
     def _send(self, task: str, message: dict[str, Any], worker: str) -> bool:
+        return self._send_to(task, message, infer_queue(worker))
+
+    def _send_to(self, task: str, message: dict[str, Any], queue: str) -> bool:
         try:
-            self._app.send_task(task, args=[message], queue=infer_queue(worker), retry=False)
+            self._app.send_task(task, args=[message], queue=queue, retry=False)
         except Exception as error:  # kombu raises what the transport raised
-            log.warning("action=send worker=%s reason=%s", worker, one_line(error))
+            log.warning("action=send queue=%s reason=%s", queue, one_line(error))
             return False
         return True
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evalsched.engine import EngineSettings
-from evalsched.evaluation import score
 from evalsched.ledger import Ledger, sqlite_url
 from evalsched.models import ModelFacts
 from evalsched.recording import RecordJob, check_settings, find_recording
@@ -183,7 +182,7 @@ def run_to_end(
     ledger: Ledger,
     fleet: LocalFleet,
     progress: Callable[[Progress], None] = lambda _: None,
-    scorer: Callable[[ScoreJob], ScoreOutcome] = score,
+    scorer: Callable[[ScoreJob], ScoreOutcome] | None = None,
 ) -> list[Run]:
     """Run evaluations on a private fleet; its workers are started only when there is work for them.
 
@@ -199,6 +198,7 @@ def run_to_end(
     app = make_app(fleet.store.url)
     conductor = Conductor(fleet.store, ledger, app, device=device(), kill_worker=fleet.kill, scorer=scorer)
     conductor.expected_workers = fleet.size
+    conductor.desk.expected = fleet.running and fleet.metric
     runs = [conductor.add(spec) for spec in specs]
     try:
         while not conductor.idle:

@@ -1,4 +1,4 @@
-"""The end of a run: a sample of its requests once more, one at a time, and lm-eval's own scoring."""
+"""Both ends of a run: recording, a sample of its requests once more, one at a time, and lm-eval's own scoring."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from typing import Any
 from evalsched.engine_check import compare_responses, sample_documents
 from evalsched.evaluation import answers_of, keep_scores, score_job
 from evalsched.ledger import Ledger
+from evalsched.metric_desk import MetricDesk, NoMetricWorkerError
+from evalsched.recording import (
+    Recording,
+    RecordJob,
+    check_settings,
+    find_recording,
+    load_recording,
+    record_in_subprocess,
+)
 from evalsched.reports import refresh_report
 from evalsched.runs import Run
-from evalsched.scoring import ScoreJob, ScoreOutcome
+from evalsched.scoring import ScoreJob, ScoreOutcome, score_in_subprocess
 from evalsched.types import Response, Shard, digest_of
 
 CHECK_REQUESTS = 48
@@ -35,6 +44,34 @@ def note_check(run: Run, responses: list[Response]) -> None:
     """Keep answers of the check's shard."""
     run.check = run.check if run.check is not None else {}
     run.check.setdefault("responses", []).extend(responses)
+
+
+def record_somewhere(desk: MetricDesk, job: RecordJob, run: str) -> Recording:
+    """The recording of ``job``: from the cache, by a metric worker, or by a subprocess where there is none.
+
+    Raises:
+        BadInputError: a task is unknown or cannot be loaded, a limit is wrong.
+        WorkFailedError: recording failed.
+    """
+    check_settings(job.settings)
+    if found := find_recording(job):
+        return found
+    try:
+        return load_recording(Path(desk.call("record", job.to_json(), run)["folder"]))
+    except NoMetricWorkerError:
+        return record_in_subprocess(job)
+
+
+def score_somewhere(desk: MetricDesk, job: ScoreJob, run: str) -> ScoreOutcome:
+    """Score on a metric worker, or in a subprocess where there is none.
+
+    Raises:
+        WorkFailedError: answers are missing, or scoring failed.
+    """
+    try:
+        return ScoreOutcome.from_json(desk.call("score", job.to_json(), run))
+    except NoMetricWorkerError:
+        return score_in_subprocess(job)
 
 
 def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcome]) -> ScoreOutcome:
@@ -63,7 +100,10 @@ def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcom
         max_length=run.model.max_length,
         block={"engine": dict(run.model.engine_key), "batch_check": check, "timings": dict(run.timings)},
     )
-    outcome = scorer(job)
+    try:
+        outcome = scorer(job)
+    finally:
+        Path(job.answers).unlink(missing_ok=True)
     keep_scores(ledger, run.prepared.trials, outcome)
     refresh_report(Path(run.spec.output))
     run.timings["score_seconds"] = time.monotonic() - started

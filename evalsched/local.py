@@ -47,9 +47,12 @@ class LocalFleet:
         workers: how many.
         threads: compute threads of each, on CPU.
         program: what a worker is started with; ``--kind`` and ``--name`` follow.
+        metric: start a metric worker too, which keeps lm-eval imported between recording and scoring.
     """
 
-    def __init__(self, workers: int, threads: int, program: Sequence[str] = WORKER) -> None:
+    def __init__(self, workers: int, threads: int, program: Sequence[str] = WORKER, *, metric: bool = True) -> None:
+        self.metric = metric
+        self._metric: subprocess.Popen[bytes] | None = None
         self._program = tuple(program)
         self.folder = Path(tempfile.mkdtemp(prefix="planaria-eval-"))
         self._guard = Guard(self.folder)
@@ -75,6 +78,8 @@ class LocalFleet:
 
     def start(self) -> None:
         """Start the workers that are not there yet."""
+        if self.metric and self._metric is None:
+            self._metric = self._popen("metric", f"local-metric-{os.getpid()}", 0)
         taken = {one.number for one in self._processes.values()}
         for number in range(self._count):
             if number not in taken:
@@ -93,10 +98,15 @@ class LocalFleet:
     def _spawn(self, number: int) -> None:
         self._started += 1
         name = f"local-{number}-{self._started}"
-        log = self.folder / f"{name}.log"
-        with log.open("wb") as stream:
+        self._processes[name] = _Process(name, number, self._popen("infer", name, number), self._log(name))
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def _popen(self, kind: str, name: str, number: int) -> subprocess.Popen[bytes]:
+        with self._log(name).open("wb") as stream:
             process = subprocess.Popen(
-                [*self._program, "--kind", "infer", "--name", name],
+                [*self._program, "--kind", kind, "--name", name],
                 env=self._environment(number),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -104,7 +114,7 @@ class LocalFleet:
                 start_new_session=True,
             )
         self._guard.add(process.pid)
-        self._processes[name] = _Process(name, number, process, log)
+        return process
 
     def _environment(self, number: int) -> Mapping[str, str]:
         own = {
@@ -125,6 +135,7 @@ class LocalFleet:
         Raises:
             MissingServiceError: they die again and again without having served.
         """
+        conductor.desk.expected = self._metric is not None and self._metric.poll() is None
         for name, one in list(self._processes.items()):
             code = one.process.poll()
             if code is None:
@@ -150,13 +161,14 @@ class LocalFleet:
 
     def close(self) -> None:
         """End everything; leaves no process and no file."""
-        for one in self._processes.values():
+        every = [one.process for one in self._processes.values()] + ([self._metric] if self._metric else [])
+        for process in every:
             with contextlib.suppress(ProcessLookupError):
-                one.process.kill()
+                process.kill()
         self.store.close()
         self._guard.close()
-        for one in self._processes.values():
-            one.process.wait()
+        for process in every:
+            process.wait()
 
     def __enter__(self) -> LocalFleet:
         return self

@@ -14,7 +14,7 @@ VERSION: Literal[1] = 1
 
 RUN_SHARD = "planaria.run_shard"
 WARM = "planaria.warm"
-SCORE = "planaria.score"
+METRIC_WORK = "planaria.metric_work"
 METRIC_QUEUE = "planaria.metric"
 
 
@@ -69,17 +69,18 @@ class Warm(Message):
     engine: dict[str, Any]
 
 
-class Score(Message):
-    """Score a run whose responses are all in, on a metric worker."""
+class Metric(Message):
+    """Work that needs lm-eval and no engine: record a run's requests, or score its responses."""
 
-    kind: Literal["score"] = "score"
+    kind: Literal["metric"] = "metric"
     dispatch: str
     run: str
+    what: Literal["record", "score"]
     job: dict[str, Any]
-    """What ``python -m evalsched.scoring`` reads."""
+    """What ``python -m evalsched.recording`` or ``python -m evalsched.scoring`` reads."""
 
 
-Work = Annotated[RunShard | Warm | Score, Field(discriminator="kind")]
+Work = Annotated[RunShard | Warm | Metric, Field(discriminator="kind")]
 WORK: TypeAdapter[Any] = TypeAdapter(Work)
 
 
@@ -113,7 +114,9 @@ class Ended(Message):
     load_seconds: float = 0.0
     """Of loading or swapping the model before them."""
     result: dict[str, Any] | None = None
-    """What a scoring said."""
+    """What metric work gave."""
+    bad_input: bool = False
+    """The work failed because its input is wrong (exit code 2)."""
 
 
 class Left(Message):

@@ -77,6 +77,10 @@ class Roster:
             if one.facts.get("kind") == "infer" and one.facts.get("state") in states
         ]
 
+    def metric(self) -> list[str]:
+        """Metric workers, by name."""
+        return [name for name, one in self.records.items() if one.facts.get("kind") == "metric"]
+
     def model_of(self, worker: str) -> str | None:
         """Digest of the model that a worker holds or was last sent."""
         record = self.records.get(worker)

@@ -6,18 +6,18 @@ returns values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from evalsched.engine import EngineSettings, engine_key
-from evalsched.evaluation import Model, describe_model, open_trials, record
+from evalsched.evaluation import Model, describe_model, open_trials
 from evalsched.feeding import PendingShard, RunView
 from evalsched.ledger import Ledger
 from evalsched.messages import ModelRef
 from evalsched.models import ModelFacts
-from evalsched.recording import Recording
+from evalsched.recording import Recording, RecordJob
 from evalsched.scoring import ScoreOutcome
 from evalsched.types import EvalSettings, Request, RequestId, Shard, Trial, digest_of
 from planner.events import TrialState
@@ -98,15 +98,15 @@ def identify(spec: RunSpec, device: str = "cpu") -> Identified:
     )
 
 
-def prepare(spec: RunSpec, found: Identified, ledger: Ledger) -> Prepared:
-    """Record the requests (in a subprocess, or from the cache), keep trials and requests, find what is open.
+def prepare(spec: RunSpec, found: Identified, ledger: Ledger, recorder: Callable[[RecordJob], Recording]) -> Prepared:
+    """Record the requests, keep trials and requests in the ledger, find what is open.
 
     Raises:
         BadInputError: a task is unknown or cannot be loaded.
         WorkFailedError: recording failed.
         MissingServiceError: the ledger is away.
     """
-    recording = record(spec.settings, found.model)
+    recording = recorder(RecordJob(settings=spec.settings, tokenizer=str(found.model.path)))
     trials = open_trials(ledger, recording, spec.settings, found.model, found.engine_key)
     answered = {one for trial in trials.values() if trial.responses for one in ledger.answered(trial.id)}
     requests = recording.requests()

@@ -24,7 +24,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from evalsched.messages import METRIC_QUEUE, WORK, Answers, Ended, Left, Message, RunShard, Score, Warm, infer_queue
+from evalsched.messages import METRIC_QUEUE, WORK, Answers, Ended, Left, Message, Metric, RunShard, Warm, infer_queue
 from planner.errors import BadInputError, ExitCode, MissingServiceError, PlanariaError, one_line
 from planner.events import Action
 from planner.leases import RenewStatus
@@ -172,24 +172,25 @@ class Worker:
             return None
         return message
 
-    def score(self, raw: Any, delivery: str) -> None:
-        """Score a run; the answer says how it went."""
-        message = self._parse(raw, Score)
+    def metric(self, raw: Any, delivery: str) -> None:
+        """Record or score; the answer says how it went."""
+        message = self._parse(raw, Metric)
         if message is None or not self.table.claim(message.dispatch, self.name, delivery):
             return
         started = time.monotonic()
         self._say(state="busy", dispatch=message.dispatch)
+        result, outcome, reason, bad_input = None, "failed", "", False
         try:
-            from evalsched.scoring import ScoreJob, score
+            from evalsched.metric_work import do
 
-            result = score(ScoreJob.from_json(message.job)).to_json()
-            outcome, reason = "done", ""
+            result, outcome = do(message.what, message.job), "done"
         except PlanariaError as error:
-            result, outcome, reason = None, "failed", one_line(error)
-        except Exception as error:
-            log.exception("action=score run=%s", message.run)
-            result, outcome, reason = None, "failed", f"{type(error).__name__}: {one_line(error)}"
-        self._end(message, outcome, reason, seconds=time.monotonic() - started, result=result)
+            reason, bad_input = one_line(error), isinstance(error, BadInputError)
+        except Exception as error:  # whatever a task's own code raises
+            log.exception("action=metric what=%s run=%s", message.what, message.run)
+            reason = f"{type(error).__name__}: {one_line(error)}"
+        seconds = time.monotonic() - started
+        self._end(message, outcome, reason, seconds=seconds, result=result, bad_input=bad_input)
         self._say(state="ready", dispatch=None)
 
     def run_shard(self, raw: Any, delivery: str) -> None:
@@ -374,8 +375,7 @@ def worker_command(
         raise BadInputError(f"--kind {kind}: it is infer or metric")
     numbers = _slot_numbers(slots)
     _log_to_stderr()
-    if kind == "infer":
-        _preload_in_background()
+    _preload_in_background(kind)
     store = _connect(url, state_dir, secret_file)
     identity = name or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
     from evalsched.app import make_app
@@ -432,7 +432,7 @@ def _consume(app: Any, worker: Worker) -> int:
 
 def join_by_hand(app: Any, hostname: str) -> None:
     """Make the process of ``celery -A evalsched.app worker`` an infer worker that brings one slot."""
-    _preload_in_background()
+    _preload_in_background("infer")
     store = _connect(None, None, None)
     from celery import signals
 
@@ -469,11 +469,13 @@ def _log_to_stderr() -> None:
     )
 
 
-def _preload_in_background() -> None:
-    """Import the engine while the consumer comes up and the scheduler records."""
+def _preload_in_background(kind: str) -> None:
+    """Import what the work needs while the consumer comes up."""
     # What Celery imports lazily goes first, so that two threads do not import the same packages at once.
     import kombu.transport.redis  # noqa: F401
 
-    from evalsched.residency import preload
-
+    if kind == "infer":
+        from evalsched.residency import preload
+    else:
+        from evalsched.metric_work import preload
     threading.Thread(target=preload, name="preload", daemon=True).start()

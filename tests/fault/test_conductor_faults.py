@@ -71,7 +71,7 @@ def fleet(workers: int, **environment: str) -> Iterator[LocalFleet]:
     old = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
-        with LocalFleet(workers, 1, STUB) as made:
+        with LocalFleet(workers, 1, STUB, metric=False) as made:
             yield made
     finally:
         for name, value in old.items():
@@ -234,7 +234,7 @@ def test_workers_that_never_come_up_are_the_machines_fault(world: World, tmp_pat
 
     program = (sys.executable, "-c", "import sys; sys.exit('no engine on this machine')")
     with (
-        LocalFleet(1, 1, program) as broken,
+        LocalFleet(1, 1, program, metric=False) as broken,
         Ledger(sqlite_url(tmp_path / "l.sqlite"), 1) as ledger,
         pytest.raises(MissingServiceError, match="no engine on this machine"),
     ):
@@ -262,7 +262,7 @@ def test_a_private_fleet_is_gone_with_its_owner(tmp_path: Path) -> None:
 
     code = (
         "import sys, time; from evalsched.local import LocalFleet\n"
-        "f = LocalFleet(1, 1, (sys.executable, '-m', 'tests.support.stub_worker')); f.start()\n"
+        "f = LocalFleet(1, 1, (sys.executable, '-m', 'tests.support.stub_worker'), metric=False); f.start()\n"
         "print(f.folder, *f.processes().values(), flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
