@@ -161,7 +161,8 @@ def _apply(timeline: _Timeline, event: Event, healthy: float) -> None:
         occurred = event.details.get("occurred", timeline.injected)
         timeline.injected = None
         if isinstance(occurred, (int, float)):
-            timeline.move(stage, "detect", event.time - float(occurred))
+            # The ranks seemed to step on since then; the event before this one may have ended that stage already.
+            timeline.move(_STEPPING if stage == "decide" else stage, "detect", event.time - float(occurred))
         timeline.stage = "decide"
     elif action in (Action.DECISION, Action.REFORM_STARTED):
         if stage == "decide" or (action == Action.REFORM_STARTED and stage != _STEPPING):

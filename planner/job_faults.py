@@ -173,7 +173,9 @@ def _note(turn: Turn, kind: str, seen: Seen, *, end_broken: bool = False) -> Non
         return
     if job_healing.possible(job):
         if not (job.boundary and _is_echo(seen)):
-            job_healing.begin(turn, [] if _is_echo(seen) else [seen.rank], end_broken=end_broken)
+            hang = kind == "hang"
+            broken = [] if _is_echo(seen) or (hang and not end_broken) else [seen.rank]
+            job_healing.begin(turn, broken, end_broken=end_broken, overdue=hang)
         else:
             # A peer that turned to the next incarnation first looks like a broken one for a moment.
             job.settle_until = job.settle_until or turn.now + SETTLE_SECONDS

@@ -26,6 +26,9 @@ from planner.rank_map import Grid, enlarged, grid, without
 LEAVE_SECONDS = 2.0
 """A rank that is still in the collective this long after it was told to leave is hung; ranks that may first finish
 the micro-batches in hand get three steps' time."""
+SILENT_SECONDS = 0.7
+"""The same where ranks are past the limit of a step already: whoever is sound waits in a collective, and is out at
+once."""
 REFORM_SECONDS = 60.0
 """Longest re-forming, from the order to the last rank's word."""
 JOINER_SECONDS = 180.0
@@ -57,15 +60,19 @@ def possible(job: JobRecord) -> bool:
 # ---------------------------------------------------------------- leaving
 
 
-def begin(turn: Turn, broken: Iterable[int] = (), *, end_broken: bool = False) -> None:
-    """Get everybody out of the collective; ``broken`` are the ranks at fault, where they are known."""
+def begin(turn: Turn, broken: Iterable[int] = (), *, end_broken: bool = False, overdue: bool = False) -> None:
+    """Get everybody out of the collective; ``broken`` are the ranks at fault, where they are known.
+
+    With ``end_broken`` those are ended as well; ``overdue`` says that the step is past its limit.
+    """
     job = turn.job
     job.settle_until = None
     dismiss_joiners(turn)
     ranks = sorted(set(broken))
     if job.stage != "leaving":
         turn.stage("leaving")
-        job.due = turn.now + max(LEAVE_SECONDS, 3.0 * (job.step_seconds or 0.0))
+        patience = SILENT_SECONDS if overdue else max(LEAVE_SECONDS, 3.0 * (job.step_seconds or 0.0))
+        job.due = turn.now + patience
         for rank in job.ranks:
             rank.reformed = True
     order = LeaveCollective(incarnation=job.incarnation, reason=job.reason or "a rank is broken", ranks=ranks)

@@ -135,8 +135,9 @@ def _on_holding(turn: Turn, event: Holding) -> None:
     for joiner in [one for one in job.joiners if one.lease not in held]:
         job_healing.joiner_gone(turn, joiner)
     job.parting = [one for one in job.parting if one.lease in held]
-    if job_healing.possible(job):
-        job_healing.follow(turn, event.leases)
+    if all(rank.heals for rank in job.ranks) and job.stage in ("running", *job_healing.STAGES):
+        if job_healing.possible(job):
+            job_healing.follow(turn, event.leases)
         job_healing.release_parted(turn, event.leases)
     elif job.stage in ("starting", "running", "store"):
         _follow_allocator(turn, event.leases)
