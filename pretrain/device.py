@@ -86,6 +86,7 @@ def prepare(device: str = "cpu") -> torch.device:
 def _answer_for_cuda() -> None:
     """Replace what Megatron calls in ``torch.cuda`` by the same question to the CPU; safe to repeat."""
     _import_uncompiled()
+    _keep_compiler_out_of_optimizers()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.device_count = lambda: 0
@@ -125,6 +126,24 @@ def _import_uncompiled() -> None:
             import megatron.core.optimizer  # noqa: F401
     finally:
         compiler.compile = original
+
+
+def _keep_compiler_out_of_optimizers() -> None:
+    """Let torch's Adam work without loading torch's compiler, which nothing here uses on a CPU (two seconds a rank).
+
+    Some methods load it on their first call, only to exempt themselves from compilation; that exemption is cached
+    as an attribute of the function, and without a compiler it is the function itself. ``step`` loads it to mark
+    breaks in a graph that nobody records; what else its wrapper does is to turn gradients off.
+    """
+    for method in vars(torch.optim.Optimizer).values():
+        inner = getattr(method, "__wrapped__", None)
+        if inner is not None and not hasattr(inner, "__dynamo_disable"):
+            setattr(inner, "__dynamo_disable", inner)
+    adam: Any = torch.optim.Adam  # AdamW inherits its step
+    wrapped = getattr(adam.step, "__wrapped__", None)
+    if wrapped is not None and not hasattr(adam.step, "hooked"):
+        adam.step = torch.no_grad()(wrapped)
+        del adam.step.__wrapped__
 
 
 @functools.lru_cache(maxsize=32)

@@ -118,6 +118,9 @@ def _train(spec: RankSpec, channel: Channel, signals: _Signals) -> int:
     trainer: Trainer | None = None
     channel.send(RankPhase(phase="start", step=0, time=time.time()))
     try:
+        from pretrain import device
+
+        device.prepare(spec.device)  # before whatever imports Megatron-core
         from pretrain.assembly import assemble
 
         trainer = assemble(spec, channel)
