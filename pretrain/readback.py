@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import xxhash
 from planner.errors import WorkFailedError
 from planner.files import fsync_dir, map_threads
 
-_CHUNK = 8 << 20
+_CHUNK = 2 << 20
 
 
 class NotWhatWasWrittenError(WorkFailedError):
@@ -34,16 +33,14 @@ def hash_from_disk(path: Path) -> tuple[int, str]:
     """(bytes, xxh3-128) of a file as the disk holds it."""
     drop_cache(path)
     digest, size = xxhash.xxh3_128(), 0
-    filling, full = bytearray(_CHUNK), bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as reader:
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as stream:
+        # The kernel reads ahead while a part is hashed; reader threads and explicit prefetching measured no faster.
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        count = stream.readinto(full) or 0
-        while count:
-            coming = reader.submit(stream.readinto, filling)  # the disk works while the hash does
-            digest.update(memoryview(full)[:count])
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
             size += count
-            count = coming.result() or 0
-            filling, full = full, filling
     return size, digest.hexdigest()
 
 
