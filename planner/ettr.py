@@ -134,14 +134,17 @@ def _walk(events: Sequence[Event], now: float, healthy: float) -> _Timeline | No
         return None
     spent = dict.fromkeys((*LOSSES, _STEPPING), 0.0)
     timeline = _Timeline(first.time, first.time, "start", spent)
-    for event in events:
+    for index, event in enumerate(events):
         if event.time < first.time:
             continue
         if event.time > now:
             break
         timeline.advance(event.time)
         if event.action == Action.JOB_STATE and event.new in TERMINAL:
-            return timeline
+            if not any(e.action == Action.JOB_STATE and e.old == event.new for e in events[index + 1 :]):
+                return timeline
+            timeline.stage = "waiting"  # preempted, and submitted again later
+            continue
         _apply(timeline, event, healthy)
     timeline.advance(now)
     return timeline

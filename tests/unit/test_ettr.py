@@ -159,3 +159,24 @@ def test_whatever_the_events_the_parts_are_not_negative_and_sum_to_the_wall(
     assert 0 <= result.ettr <= 1 + 1e-9
     assert math.isclose(total(result), result.wall, rel_tol=1e-9, abs_tol=1e-6)
     assert result.wall <= now
+
+
+def test_the_account_of_a_preempted_job_goes_on_when_it_is_submitted_again() -> None:
+    def state(time: float, old: JobState, new: JobState) -> Event:
+        return Event(time=time, action=Action.JOB_STATE, old=old, new=new)
+
+    events = [
+        state(0.0, JobState.WAITING, JobState.STARTING),
+        state(1.0, JobState.STARTING, JobState.RUNNING),
+        state(11.0, JobState.RUNNING, JobState.PREEMPTED),
+    ]
+    assert account(events, [], 100.0).wall == 11.0
+    events += [
+        state(31.0, JobState.PREEMPTED, JobState.QUEUED),
+        state(32.0, JobState.QUEUED, JobState.STARTING),
+        state(33.0, JobState.STARTING, JobState.RUNNING),
+        state(40.0, JobState.RUNNING, JobState.DONE),
+    ]
+    found = account(events, [], 100.0)
+    assert found.wall == 40.0
+    assert found.losses["waiting"] == 21.0
