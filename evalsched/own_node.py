@@ -88,7 +88,7 @@ def lease_by_hand(store: ClusterStore, name: str, slots: tuple[int, ...], wait: 
         if held:
             threading.Thread(target=node.beat_forever, name="node", daemon=True).start()
             lease = held[0]
-            place = Place(node=name, lease=lease.id, token=lease.token, slots=lease.slots)
+            place = Place(node=name, lease=lease.id, token=lease.token, slots=lease.slots, own_node=True)
             return Granted(f"{name}-{lease.token & 0xFFFFFFFF}", place)
         time.sleep(0.2)
     store.remove_node(name)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +91,7 @@ class EvaluationScheduler:
         )
         self._busy_until = 0.0
         self._status: tuple[float, dict[str, Any]] = (0.0, {})
+        self._metric_post = _MetricPost(store, self._conductor)
         self._finished = _finished_rows(store.document("evaluation"))
         self._conductor.restore()
 
@@ -117,6 +120,7 @@ class EvaluationScheduler:
         self._conductor.tick(now)
         self._say_demand(now)
         self._tend_posts(now)
+        self._metric_post.tend(now)
         self._publish_status(now)
         self._save_positions()
 
@@ -173,6 +177,7 @@ class EvaluationScheduler:
                 job=event.job,
                 step=step,
                 weight=float(record["config"].get("weight", 1.0)),
+                stage=True,
             )
         )
 
@@ -206,6 +211,7 @@ class EvaluationScheduler:
                 self._start_failed(report.worker, report.reason, now)
 
     def _worker_exited(self, report: WorkerExited, now: float) -> None:
+        self._metric_post.ended(report.worker)
         how = f"signal {report.signal}" if report.signal else f"exit code {report.exit_code}"
         last = report.tail.strip().splitlines()[-1:] or [""]
         self._conductor.worker_gone(
@@ -346,6 +352,51 @@ class EvaluationScheduler:
         if status != old:
             self._store.put_document("evaluation", status)
         self._status = (now, status)
+
+
+class _MetricPost:
+    """Keeps one metric worker on the coordinator's own host while there are runs: it holds no lease."""
+
+    def __init__(self, store: ClusterStore, conductor: Conductor) -> None:
+        self._store, self._conductor = store, conductor
+        self._name: str | None = None
+        self._asked = 0.0
+        self._starts = 0
+
+    def tend(self, now: float) -> None:
+        """Start it where it is wanted and missing."""
+        desk = self._conductor.desk
+        wanted = any(not run.over for run in self._conductor.runs.values())
+        there = bool(self._conductor.roster.metric())
+        coming = self._name is not None and now - self._asked < START_TIMEOUT
+        desk.expected = there or coming
+        if not wanted or there or coming or self._starts >= FRUITLESS_STARTS:
+            self._starts = 0 if there else self._starts
+            return
+        node = next((one for one in self._store.nodes() if one.kind == "agent" and is_local(one.address)), None)
+        if node is None:
+            return  # a subprocess does it
+        self._name, self._asked = f"metric-{uuid.uuid4().hex[:8]}", now
+        self._starts += 1
+        command = StartWorker(worker=self._name, worker_kind="metric", lease=None, lease_token=0, slots=[])
+        self._store.send_command(node.name, command)
+        desk.expected = True
+
+    def ended(self, worker: str) -> None:
+        """A worker is gone; if it was this one, another is started."""
+        if worker == self._name:
+            self._name = None
+
+
+def is_local(address: str) -> bool:
+    """Whether an address is one of this host's: results lie on the coordinator's file system."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _finished_rows(document: Mapping[str, Any] | None) -> list[dict[str, Any]]:

@@ -52,6 +52,8 @@ class Place:
     slots: tuple[int, ...] = ()
     parent: int | None = None
     """Process that this worker must not outlive."""
+    own_node: bool = False
+    """It was started by hand and is a node of its own: it answers for its slots itself."""
 
 
 class Worker:
@@ -152,9 +154,12 @@ class Worker:
             self._exit(int(code))
 
     def _give_back(self) -> None:
-        """The slots' agent sees this process end a moment later and confirms it."""
+        """An agent sees this process end a moment later and confirms its slots; a node of its own leaves with it."""
         if self.place.lease is not None:
-            self.store.table.release(self.place.lease, self.place.token, confirmed=False)
+            self.store.table.release(self.place.lease, self.place.token, confirmed=self.place.own_node)
+        if self.place.own_node:
+            self.store.remove_node(self.place.node)
+            self.store.tell(Action.NODE_LEFT, node=self.place.node, reason="its worker left")
 
     # ------------------------------------------------------------------ work
 

@@ -2,7 +2,7 @@
 
 ``python -m tests.support.stub_worker --kind infer --name NAME``; the environment says how it misbehaves:
 ``STUB_SECONDS`` per request, ``STUB_POISON`` a text whose request kills the process, ``STUB_REFUSE`` a text whose
-shard raises, ``STUB_HANG`` a text that makes it stand still.
+shard raises, ``STUB_HANG`` a text that makes it stand still; all only while the file ``STUB_ONLY_WHILE`` is there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class StubEngine:
 
 
 def _says(name: str, text: str) -> bool:
-    word = os.environ.get(name)
+    word, flag = os.environ.get(name), os.environ.get("STUB_ONLY_WHILE")
+    if flag and not Path(flag).exists():
+        return False
     return bool(word) and word in text
 
 
@@ -71,7 +73,7 @@ def main() -> int:
     from evalsched import residency
 
     residency.Resident = StubResident  # type: ignore[assignment, misc]
-    worker_module._preload_in_background = lambda: None
+    worker_module._preload_in_background = lambda kind: None
     name = sys.argv[sys.argv.index("--name") + 1]
     folder = os.environ.get("PLANARIA_STATE_DIR")
     return worker_module.worker_command("infer", name, None, Path(folder) if folder else None, None, None)

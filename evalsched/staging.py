@@ -1,0 +1,194 @@
+"""Model directories in a node's memory: copied once for all workers, verified, counted, bounded, dropped when unused.
+
+Everything lies below ``$PLANARIA_SHM/models`` (``/dev/shm/planaria-<user>`` without one): a folder per digest, beside
+it a folder of references, one file per process that uses it. A process that dies takes its reference with it, since
+a reference counts only while its process lives. ``python -m evalsched.staging PATH DIGEST`` stages from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from evalsched.digests import model_digest
+from planner.errors import BadInputError, PlanariaError, one_line
+
+log = logging.getLogger("planaria.staging")
+
+SHARE = 0.25
+"""Share of the memory file system's size that staged models may take, where ``PLANARIA_STAGE_BYTES`` says nothing."""
+_CHUNK = 8 << 20
+
+
+def staging_root() -> Path:
+    """Where this node's staged models lie."""
+    base = os.environ.get("PLANARIA_SHM") or f"/dev/shm/planaria-{os.getuid()}"
+    return Path(base) / "models"
+
+
+def staging_budget(root: Path) -> int:
+    """Bytes that staged models may take together."""
+    if own := os.environ.get("PLANARIA_STAGE_BYTES"):
+        return int(own)
+    try:
+        return int(shutil.disk_usage(root).total * SHARE)
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A model that may be read at ``folder`` until :meth:`release`."""
+
+    folder: Path
+    reference: Path | None
+    """None where it was not staged, but is read where it lies."""
+
+    def release(self) -> None:
+        """This process needs it no more; it stays for others until its room is needed."""
+        if self.reference is not None:
+            self.reference.unlink(missing_ok=True)
+
+
+def stage(source: Path, digest: str, *, root: Path | None = None, budget: int | None = None) -> Staged:
+    """``source`` in memory; where it does not fit beside what others use, ``source`` itself.
+
+    Raises:
+        BadInputError: what was copied has another digest than ``digest``: the source changed, or was never it.
+    """
+    base = root or staging_root()
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target = base / digest
+    with _lock(base / f".{digest}.lock"):
+        if not target.is_dir():
+            size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+            if not _make_room(base, size, staging_budget(base) if budget is None else budget):
+                log.warning("action=stage.skipped source=%s bytes=%d reason=no room", source, size)
+                return Staged(source, None)
+            _copy(source, target, digest)
+        return Staged(target, _refer(base, digest))
+
+
+def _refer(base: Path, digest: str) -> Path:
+    folder = base / f".{digest}.refs"
+    folder.mkdir(exist_ok=True)
+    reference = folder / f"{os.getpid()}-{_started(os.getpid())}"
+    reference.touch()
+    os.utime(base / digest)
+    return reference
+
+
+def _started(pid: int) -> str:
+    """Start time of a process in ticks; with the pid it names one process for good."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text[text.rindex(")") + 2 :].split()[19]
+
+
+def in_use(base: Path, digest: str) -> bool:
+    """Whether a live process refers to it; references of dead ones are removed."""
+    used = False
+    for reference in (base / f".{digest}.refs").glob("*"):
+        pid, _, started = reference.name.partition("-")
+        if pid.isdigit() and _started(int(pid)) == started:
+            used = True
+        else:
+            reference.unlink(missing_ok=True)
+    return used
+
+
+def _make_room(base: Path, size: int, budget: int) -> bool:
+    """Drop the least recently used models that nobody uses until ``size`` more bytes fit."""
+    with _lock(base / ".room.lock"):
+        models = sorted((path for path in base.iterdir() if not path.name.startswith(".")), key=_age)
+        taken = {path: sum(one.stat().st_size for one in path.rglob("*") if one.is_file()) for path in models}
+        for path in models:
+            if sum(taken.values()) + size <= budget:
+                break
+            if not in_use(base, path.name):
+                _drop(base, path.name)
+                del taken[path]
+        return sum(taken.values()) + size <= budget
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _drop(base: Path, digest: str) -> None:
+    away = base / f".{digest}.gone.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        (base / digest).rename(away)
+    shutil.rmtree(away, ignore_errors=True)
+    shutil.rmtree(base / f".{digest}.refs", ignore_errors=True)
+
+
+def unstage(digest: str, *, root: Path | None = None) -> bool:
+    """Drop a model that nobody uses; False where somebody does."""
+    base = root or staging_root()
+    with _lock(base / f".{digest}.lock"):
+        if in_use(base, digest):
+            return False
+        _drop(base, digest)
+        return True
+
+
+def _copy(source: Path, target: Path, digest: str) -> None:
+    """Copy beside the target (a part left by a process that died is begun anew), verify, move into place."""
+    work = target.with_name(f".{target.name}.part")
+    shutil.rmtree(work, ignore_errors=True)
+    started = time.monotonic()
+    try:
+        shutil.copytree(source, work, copy_function=_copy_file)
+        found = model_digest(work)
+        if found != digest:
+            raise BadInputError(f"{source}: its digest is {found}, {digest} was asked for; it changed meanwhile")
+        work.rename(target)
+    except (OSError, shutil.Error) as error:
+        raise BadInputError(f"{source}: cannot be staged ({one_line(error)})") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    log.info("action=staged source=%s seconds=%.2f", source, time.monotonic() - started)
+
+
+def _copy_file(source: str, target: str) -> str:
+    with open(source, "rb") as reading, open(target, "wb") as writing:
+        shutil.copyfileobj(reading, writing, _CHUNK)
+    return target
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("a") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> int:
+    """Stage ``PATH DIGEST`` and print where it lies; the reference is this process's and ends with it."""
+    if len(sys.argv) != 3:
+        print("usage: python -m evalsched.staging PATH DIGEST", file=sys.stderr)
+        return 2
+    try:
+        print(stage(Path(sys.argv[1]), sys.argv[2]).folder)
+    except PlanariaError as error:
+        print(f"planaria: {one_line(error)}", file=sys.stderr)
+        return int(error.exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The scheduler with the real allocator and real workers (engine stubbed): exports, leases, kills, restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evalsched.runs import RunSpec
+from evalsched.scheduler import EvaluationScheduler
+from evalsched.types import EvalSettings
+from planner.events import Action, TrialState
+from planner.service import Allocator
+from planner.store import ClusterStore, Demand
+from tests.support.lm_tasks import write_tasks
+from tests.support.redis import await_that
+from tests.support.tiny_model import write_model
+from tests.support.worker_agent import WorkerAgent
+
+TASKS = ("choice_plain", "last_word", "rolling")
+
+
+class World:
+    """What all tests share: tasks, a model, a cache of recordings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tasks = write_tasks(folder / "tasks", documents=12)
+        self.model = write_model(folder / "model", seed=3)
+        self.settings = EvalSettings(tasks=TASKS, include_path=(str(self.tasks),), bootstrap_iters=0)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("scheduler")
+    old = os.environ.get("PLANARIA_CACHE")
+    os.environ["PLANARIA_CACHE"] = str(folder / "cache")
+    yield World(folder)
+    if old is None:
+        del os.environ["PLANARIA_CACHE"]
+    else:
+        os.environ["PLANARIA_CACHE"] = old
+
+
+class Coordinator:
+    """Allocator and scheduler, ticked by a thread, with a fence; ``restart`` drops the scheduler without a farewell."""
+
+    def __init__(self, store: ClusterStore, state_dir: Path) -> None:
+        self.store, self.state_dir = store, state_dir
+        self._epoch = 1
+        token = store.table.lock("test", self._epoch)
+        store.fence = lambda: token
+        self.allocator = Allocator(store)
+        self.scheduler = EvaluationScheduler(store, state_dir)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(0.05):
+                with self._lock:
+                    self.allocator.tick(time.time())
+                    self.scheduler.tick(time.time())
+        except BaseException as error:
+            self._failure = error
+
+    def restart(self) -> None:
+        with self._lock:
+            self.scheduler.close()
+            self.scheduler = EvaluationScheduler(self.store, self.state_dir)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.scheduler.close()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return list((self.store.document("evaluation") or {}).get("runs", []))
+
+    def finished(self, count: int = 1) -> Callable[[], bool]:
+        return lambda: sum(1 for row in self.rows if row["state"] in ("done", "failed")) >= count or self._failure
+
+    def events(self, action: Action) -> list[Any]:
+        return [
+            one.payload
+            for one in self.store.read_events("0-0", count=5000)
+            if one.payload and one.payload.action is action
+        ]
+
+
+@contextlib.contextmanager
+def cluster(
+    store: ClusterStore, folder: Path, slots: int = 2, **environment: str
+) -> Iterator[tuple[Coordinator, WorkerAgent]]:
+    secret = folder / "secret"
+    secret.write_text(str(store.secret))
+    coordinator = Coordinator(store, folder)
+    try:
+        with WorkerAgent(store, "n1", slots, secret, environment) as agent:
+            yield coordinator, agent
+    finally:
+        coordinator.close()
+
+
+def ask(store: ClusterStore, world: World, output: Path) -> None:
+    spec = RunSpec(
+        model=str(world.model), settings=world.settings, output=str(output), created=0.0, target_seconds=0.05
+    )
+    store.send_request("evaluate", spec=spec.to_json())
+
+
+def metrics(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())["results"]
+
+
+def training(slots: int) -> Demand:
+    return Demand(
+        holder="job:j", kind="pretrain", weight=1.0, min_slots=slots, max_slots=slots, feasible=(slots,),
+        throughput={slots: 1e12}, transition_seconds=1.0,
+    )  # fmt: skip
+
+
+def test_a_published_export_becomes_a_report(store: ClusterStore, world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "jobs" / "j"
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text("")
+    config = {"evaluate": {"tasks": ["stdlib_next_line"], "limit": 3}, "weight": 2.0}
+    store.put_job("j", {"folder": str(folder), "config": config, "state": "running"})
+    with cluster(store, tmp_path) as (coordinator, agent):
+        store.tell(Action.EXPORT_PUBLISHED, job="j", step=50, path=str(world.model), evaluate=True)
+        store.tell(Action.EXPORT_PUBLISHED, job="j", step=60, path=str(world.model), evaluate=False)
+        await_that(coordinator.finished(), 120)
+        (row,) = coordinator.rows
+        report = coordinator.events(Action.REPORT_PUBLISHED)
+        trials = [event.new for event in coordinator.events(Action.TRIAL_STATE)]
+        assert len(agent.started) == 1
+    assert (row["job"], row["step"], row["state"]) == ("j", 50, "done")
+    assert trials == [TrialState.RECORDING, TrialState.RUNNING, TrialState.SCORING, TrialState.DONE]
+    assert Path(report[0].details["path"]) == folder / "reports" / "step-00000050" / "results.json"
+    assert (folder / "reports" / "report.html").is_file()
+
+
+def test_training_takes_a_slot_back_in_the_middle_of_a_shard(store: ClusterStore, world: World, tmp_path: Path) -> None:
+    with cluster(store, tmp_path, slots=1, STUB_SECONDS="0.1") as (coordinator, agent):
+        ask(store, world, tmp_path / "out")
+        await_that(lambda: len(coordinator.events(Action.SHARD_COMPLETED)) >= 1, 90)
+        asked = time.monotonic()
+        store.set_demand("job:j", training(1))
+        await_that(lambda: store.leases("job:j"), 20)
+        freed = time.monotonic() - asked
+        await_that(lambda: not agent.processes, 5)
+        store.drop_demand("job:j")
+        for lease in store.leases("job:j"):
+            store.release(lease)
+        await_that(coordinator.finished(), 90)
+        failed = coordinator.events(Action.SHARD_FAILED)
+        ran = coordinator.events(Action.SHARD_COMPLETED)
+    assert freed < 4.0
+    assert failed == [], "a revocation is no failed attempt"
+    assert len(agent.started) == 2
+    assert sum(event.details["requests"] for event in ran) <= 12 * 6 + len(ran)
+    assert set(metrics(tmp_path / "out")) == set(TASKS)
+
+
+def test_a_killed_workers_shard_runs_elsewhere_at_once(store: ClusterStore, world: World, tmp_path: Path) -> None:
+    with cluster(store, tmp_path, slots=2, STUB_SECONDS="0.1") as (coordinator, agent):
+        ask(store, world, tmp_path / "out")
+        await_that(lambda: len(coordinator.events(Action.SHARD_COMPLETED)) >= 1 and agent.processes, 90)
+        name, process = next(iter(agent.processes.items()))
+        os.kill(process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        await_that(lambda: any(e.details["worker"] == name for e in coordinator.events(Action.WORKER_EXITED)), 20)
+        noticed = time.monotonic() - killed
+        await_that(coordinator.finished(), 90)
+        failed = coordinator.events(Action.SHARD_FAILED)
+    assert noticed < 3.0
+    assert len(failed) <= 1
+    assert set(metrics(tmp_path / "out")) == set(TASKS)
+
+
+def test_a_scheduler_that_restarts_again_and_again_loses_nothing(
+    store: ClusterStore, world: World, tmp_path: Path
+) -> None:
+    with cluster(store, tmp_path, slots=2, STUB_SECONDS="0.05") as (coordinator, agent):
+        ask(store, world, tmp_path / "out")
+        done = coordinator.finished()
+        deadline = time.monotonic() + 120
+        while not done() and time.monotonic() < deadline:
+            time.sleep(1.0)
+            if not any(row["state"] == "scoring" for row in coordinator.rows):
+                coordinator.restart()
+        assert done()
+        (row,) = coordinator.rows
+        failed = coordinator.events(Action.SHARD_FAILED)
+        started = list(agent.started)
+    assert row["state"] == "done"
+    assert failed == []
+    assert len(started) <= 2
+    assert set(metrics(tmp_path / "out")) == set(TASKS)
+
+
+def test_a_failed_trial_is_retried_when_asked(store: ClusterStore, world: World, tmp_path: Path) -> None:
+    flag = tmp_path / "poison"
+    flag.write_text("")
+    with cluster(store, tmp_path, slots=1, STUB_REFUSE="5: what follows", STUB_ONLY_WHILE=str(flag)) as (
+        coordinator,
+        _,
+    ):
+        ask(store, world, tmp_path / "out")
+        await_that(coordinator.finished(), 120)
+        (row,) = coordinator.rows
+        assert row["failed"] == ["choice_plain"]
+        flag.unlink()
+        store.send_request("retry", trial=row["run"])
+        await_that(lambda: [one["failed"] for one in coordinator.rows] == [[]] and coordinator.finished()(), 120)
+        store.send_request("retry", trial="no-such-trial")
+        await_that(lambda: any("no-such-trial" in e.reason for e in coordinator.events(Action.MESSAGE_REFUSED)), 10)
+    assert set(metrics(tmp_path / "out")) == set(TASKS)
+
+
+def test_a_worker_started_by_hand_brings_its_slot(store: ClusterStore, world: World, tmp_path: Path) -> None:
+    with cluster(store, tmp_path, slots=1) as (coordinator, agent):
+        store.set_demand("job:j", training(1))
+        await_that(lambda: store.leases("job:j"), 20)
+        own = {"PLANARIA_URL": store.url, "PLANARIA_SECRET_FILE": str(tmp_path / "secret")}
+        by_hand = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.stub_worker", "--kind", "infer", "--name", "mine"],
+            env=os.environ | own, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            ask(store, world, tmp_path / "out")
+            await_that(coordinator.finished(), 120)
+            assert agent.started == []
+            by_hand.terminate()
+            assert by_hand.wait(10) == 4
+        finally:
+            by_hand.kill()
+            by_hand.wait()
+        assert store.leases("evaluation:") == []
+    assert set(metrics(tmp_path / "out")) == set(TASKS)
