@@ -73,7 +73,8 @@ def export(
             created=created,
             description={"format": 1, "source": source},
         )
-        published.remove_tree(target)
+        if _source_of(target) != source:  # of another checkpoint; one of this, made meanwhile, is kept by the commit
+            published.remove_tree(target)
         published.commit(work, target, fence=None, described=described, latest=False)
     finally:
         published.remove_tree(work)

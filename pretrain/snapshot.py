@@ -323,7 +323,11 @@ class SnapshotWriter:
         if flight is None:
             return 0.0
         started = self.clock()
-        flight.taken.copy_seconds = flight.copied.result()
+        try:
+            flight.taken.copy_seconds = flight.copied.result()
+        except SnapshotError as error:
+            flight.taken.skipped = str(error)
+            self.wait_committed()
         flight.updates += 1
         if flight.updates > 1:
             self.wait_committed()
@@ -332,10 +336,13 @@ class SnapshotWriter:
         return waited
 
     def wait_committed(self) -> None:
-        """Wait until the snapshot in flight, if any, is committed (or has failed)."""
+        """Wait until the snapshot in flight, if any, is committed or has failed (then its ``skipped`` says why)."""
         if self._flight is not None:
             flight, self._flight = self._flight, None
-            flight.committed.result()
+            try:
+                flight.committed.result()
+            except Exception as error:  # memory that is used up, a folder that is gone: training goes on without
+                flight.taken.skipped = flight.taken.skipped or f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Finish what is in flight and unmap; the files stay for whoever recovers from them."""

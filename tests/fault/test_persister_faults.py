@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -202,6 +203,24 @@ def test_no_room_in_memory_is_said_and_training_goes_on(tmp_path: Path) -> None:
     assert "no room" in writer.begin(snapshots.source(1, rows=1000)).skipped
     assert writer.finish() == 0.0
     writer.close()
+
+
+def test_a_copy_that_fails_halfway_does_not_stop_training(tmp_path: Path) -> None:
+    """Memory may be used up by others between the check and the copy; the next snapshot works again."""
+    writer = snapshots.take(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        taken = writer.begin(snapshots.source(2, rows=1000))
+        writer.finish()
+        writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "step 2" in taken.skipped
+    assert [one.step for one in snapshot.find(writer.folder)] == [1]
+    assert not writer.begin(snapshots.source(3)).skipped
+    writer.close()
+    assert snapshot.find(writer.folder)[0].step == 3
 
 
 @pytest.mark.slow
