@@ -29,6 +29,7 @@ from tests.support.lm_tasks import write_tasks
 from tests.support.redis import await_that
 from tests.support.tiny_model import write_model
 
+pytestmark = pytest.mark.timeout(600)
 STUB = (sys.executable, "-m", "tests.support.stub_worker")
 TASKS = ("choice_plain", "last_word", "rolling")
 

@@ -14,6 +14,7 @@ from tests.support.engine_host import EngineHost
 from tests.support.tiny_model import write_model
 
 WINDOW = 256
+pytestmark = pytest.mark.timeout(600)
 
 
 def request(kind: Any, *arguments: Any, doc: int = 0, task: str = "t") -> dict[str, Any]:

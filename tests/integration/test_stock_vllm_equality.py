@@ -30,6 +30,7 @@ from tests.support.lm_tasks import SHAPES, write_tasks
 from tests.support.redis import await_that
 from tests.support.tiny_model import write_model
 
+pytestmark = pytest.mark.timeout(900)
 SAMPLED = {"generate_repeats"}
 """lm-eval samples these from one stream over all requests, which cannot be cut."""
 GROUPED = {"choice_plain", "choice_fewshot", "choice_own_shots", "last_word", "choice_mutual"}
@@ -55,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
         (folder / case).mkdir()
         (folder / case / "settings.json").write_text(json.dumps(settings(case, tasks).to_json()))
     command = [sys.executable, "-m", "tests.support.stock_vllm", str(model), *(str(folder / case) for case in CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     yield folder, tasks, model
     if old is None:
@@ -123,7 +124,7 @@ def test_equal_with_many_shards_and_a_worker_killed_in_the_middle(
         return sum(1 for one in found if one.payload and one.payload.action is Action.SHARD_COMPLETED)
 
     def kill_one() -> None:
-        await_that(lambda: completed() >= 2, 120)
+        await_that(lambda: completed() >= 2, 400)
         os.kill(next(iter(fleet.processes().values())), signal.SIGKILL)
 
     thread = threading.Thread(target=kill_one)

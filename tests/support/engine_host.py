@@ -35,7 +35,7 @@ class EngineHost:
         os.close(write)
         self._read, self._buffer = read, b""
 
-    def call(self, do: str, seconds: float = 120, **arguments: Any) -> Any:
+    def call(self, do: str, seconds: float = 300, **arguments: Any) -> Any:
         """Run one command and return its value; raises AssertionError with the host's error."""
         assert self._process.stdin is not None
         self._process.stdin.write((json.dumps({"do": do, **arguments}) + "\n").encode())

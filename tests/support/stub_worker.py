@@ -73,10 +73,12 @@ def main() -> int:
     from evalsched import residency
 
     residency.Resident = StubResident  # type: ignore[assignment, misc]
-    worker_module._preload_in_background = lambda kind: None
+    preload = worker_module._preload_in_background
+    worker_module._preload_in_background = lambda kind: None if kind == "infer" else preload(kind)
     name = sys.argv[sys.argv.index("--name") + 1]
+    kind = sys.argv[sys.argv.index("--kind") + 1]
     folder = os.environ.get("PLANARIA_STATE_DIR")
-    return worker_module.worker_command("infer", name, None, Path(folder) if folder else None, None, None)
+    return worker_module.worker_command(kind, name, None, Path(folder) if folder else None, None, None)
 
 
 if __name__ == "__main__":

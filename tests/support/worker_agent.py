@@ -58,17 +58,18 @@ class WorkerAgent(SlotAgent):
             self._reap()
 
     def _do(self, command: Any) -> None:
-        if isinstance(command, StartWorker) and command.worker_kind == "infer":
+        if isinstance(command, StartWorker):
             own = {
                 "PLANARIA_URL": self.store.url, "PLANARIA_SECRET_FILE": str(self._secret_file),
                 "PLANARIA_NODE": self.facts.name, "PLANARIA_LEASE": command.lease or "",
                 "PLANARIA_LEASE_TOKEN": str(command.lease_token),
             }  # fmt: skip
             self.processes[command.worker] = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.stub_worker", "--kind", "infer", "--name", command.worker],
+                [sys.executable, "-m", "tests.support.stub_worker", "--kind", command.worker_kind, "--name", command.worker],
                 env=os.environ | self._environment | own, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-            self.started.append(command.worker)
+            if command.worker_kind == "infer":
+                self.started.append(command.worker)
             self._slots[command.worker] = [f"{self.facts.name}/{slot}" for slot in command.slots]
             self.holds |= set(self._slots[command.worker])
         elif isinstance(command, StopWorker) and command.worker in self.processes:
