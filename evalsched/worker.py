@@ -390,18 +390,17 @@ def worker_command(
     if kind == "infer" and lease is None and parent is None:
         from evalsched.own_node import lease_by_hand
 
-        place = lease_by_hand(store, identity, numbers or (0,))
-        identity = place.worker
-        worker = _make(store, kind, identity, place.place)
+        granted = lease_by_hand(store, identity, numbers or (0,))
+        worker = _make(store, kind, granted.worker, granted.place)
     else:
-        place_ = Place(
+        place = Place(
             node=os.environ.get("PLANARIA_NODE", socket.gethostname()),
             lease=lease or None,
             token=int(os.environ.get("PLANARIA_LEASE_TOKEN", "0") or 0),
             slots=numbers,
             parent=int(parent) if parent else None,
         )
-        worker = _make(store, kind, identity, place_)
+        worker = _make(store, kind, identity, place)
     return _consume(app, worker)
 
 
@@ -411,17 +410,7 @@ def _make(store: ClusterStore, kind: str, name: str, place: Place) -> Worker:
 
 def _consume(app: Any, worker: Worker) -> int:
     """Run the Celery consumer until the worker leaves."""
-    from celery import signals
-
-    app.planaria_worker = worker
-
-    def on_ready(**_: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # after Celery, which installs its own
-            signal.signal(number, lambda *_: worker.leave("it was told to end"))
-        worker.ready()
-
-    signals.worker_ready.connect(on_ready, weak=False)
-    worker.begin()
+    _attach(app, worker)
     consumer = app.Worker(
         hostname=f"{worker.name}@{worker.place.node}",
         queues=[worker.queue],
@@ -435,21 +424,32 @@ def _consume(app: Any, worker: Worker) -> int:
     return int(consumer.exitcode or 0)
 
 
+def _attach(app: Any, worker: Worker) -> None:
+    """Let the application's tasks reach the worker, and start its beat."""
+    from celery import signals
+
+    app.planaria_worker = worker
+
+    def on_ready(**_: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Celery, which installs its own
+            signal.signal(number, lambda *_: worker.leave("it was told to end"))
+        worker.ready()
+
+    signals.worker_ready.connect(on_ready, weak=False)
+    worker.begin()
+
+
 def join_by_hand(app: Any, hostname: str) -> None:
     """Make the process of ``celery -A evalsched.app worker`` an infer worker that brings one slot."""
     _preload_in_background("infer")
     store = _connect(None, None, None)
-    from celery import signals
-
     from evalsched.own_node import lease_by_hand
 
     identity = hostname.partition("@")[0] + "-" + uuid.uuid4().hex[:6]
     granted = lease_by_hand(store, identity, (0,))
     worker = InferWorker(store, granted.worker, granted.place)
-    app.planaria_worker = worker
     app.conf.task_default_queue = worker.queue
-    signals.worker_ready.connect(lambda **_: worker.ready(), weak=False)
-    worker.begin()
+    _attach(app, worker)
 
 
 def _slot_numbers(slots: str | None) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from tests.support.lm_tasks import write_tasks
 from tests.support.redis import await_that
 from tests.support.tiny_model import write_model
 
-
 pytestmark = pytest.mark.timeout(900)
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,38 @@ def test_a_worker_started_by_hand_brings_its_slot(store: ClusterStore, world: Wo
             by_hand.wait()
         assert store.leases("evaluation:") == []
     assert set(metrics(tmp_path / "out")) == set(TASKS)
+
+
+def ready_by_hand(coordinator: Coordinator) -> list[Any]:
+    return [one for one in coordinator.events(Action.WORKER_READY) if "byhand" in one.details["worker"]]
+
+
+def test_celery_itself_starts_a_worker_that_fleet_tools_see(store: ClusterStore, world: World, tmp_path: Path) -> None:
+    from evalsched.app import make_app
+
+    with cluster(store, tmp_path, slots=1) as (coordinator, _):
+        own = {"PLANARIA_URL": store.url, "PLANARIA_SECRET_FILE": str(tmp_path / "secret")}
+        command = [
+            sys.executable,
+            "-m",
+            "celery",
+            "-A",
+            "evalsched.app",
+            "worker",
+            "-l",
+            "WARNING",
+            "-n",
+            "byhand@here",
+        ]
+        process = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL)
+        try:
+            ready = partial(ready_by_hand, coordinator)
+            await_that(ready, PATIENCE)
+            worker = ready()[0].details["worker"]
+            found = make_app(store.url).control.inspect(timeout=20, limit=1).active_queues()
+            assert [queue["name"] for queues in found.values() for queue in queues] == [f"planaria.infer.{worker}"]
+            process.terminate()
+            assert process.wait(60) == 4
+        finally:
+            process.kill()
+            process.wait()

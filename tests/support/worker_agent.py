@@ -64,8 +64,9 @@ class WorkerAgent(SlotAgent):
                 "PLANARIA_NODE": self.facts.name, "PLANARIA_LEASE": command.lease or "",
                 "PLANARIA_LEASE_TOKEN": str(command.lease_token),
             }  # fmt: skip
+            program = [sys.executable, "-m", "tests.support.stub_worker", "--kind", command.worker_kind]
             self.processes[command.worker] = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.stub_worker", "--kind", command.worker_kind, "--name", command.worker],
+                [*program, "--name", command.worker],
                 env=os.environ | self._environment | own, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             if command.worker_kind == "infer":
