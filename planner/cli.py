@@ -330,6 +330,23 @@ def tasks_list(json_: Json = False) -> None:
     _call("evalsched.benchmarks:list_command", json_output=json_)
 
 
+@tasks_app.command("show")
+def tasks_show(
+    task: str,
+    model: Annotated[Path, typer.Option("--model", help="Model directory whose tokenizer is used.")],
+    document: Annotated[int, typer.Option("--document", help="Number of the document.")] = 0,
+    num_fewshot: Annotated[int | None, typer.Option("--num-fewshot", min=0, help="Few-shot examples.")] = None,
+    include_path: Annotated[Path | None, typer.Option("--include-path", help="Folder with more task files.")] = None,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Use the chat template.")] = False,
+    json_: Json = False,
+) -> None:
+    """The tokens of a document's prompts, as the engine gets them."""
+    _call(
+        "evalsched.show_command:show_command", task=task, model=model, document=document, num_fewshot=num_fewshot,
+        include_path=include_path, apply_chat_template=apply_chat_template, json_output=json_,
+    )  # fmt: skip
+
+
 @tasks_app.command("prepare")
 def tasks_prepare(
     names: Annotated[list[str] | None, typer.Argument(help="Tasks to prepare; all when left out.")] = None,
