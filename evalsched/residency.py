@@ -65,9 +65,13 @@ class Resident:
             EngineError: the engine failed; it must not be used any more.
         """
         settings = replace(EngineSettings.from_json(engine), threads=self._threads)
-        if self._engine is not None and self._settings == settings and self._held is not None:
-            if (self._held.digest, self._held.tokenizer) == (model.digest, model.tokenizer):
-                return None
+        ready = self._engine is not None and self._settings == settings
+        if (
+            ready
+            and self._held is not None
+            and (self._held.digest, self._held.tokenizer) == (model.digest, model.tokenizer)
+        ):
+            return None
         staged = self._stage(model)
         folder = staged.folder if staged is not None else Path(model.path)
         facts = ModelFacts.read(folder)

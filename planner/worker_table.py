@@ -1,7 +1,8 @@
 """What workers say of themselves and which shards are out, in Redis: the evaluation's half of the store.
 
 Keys, all below ``planaria:``: ``workers`` (hash worker → JSON), ``dispatches`` (hash dispatch → JSON), ``runs``
-(hash evaluation run → JSON) and ``claim:<dispatch>``. A *dispatch* is one sending of one shard to one worker; its id is never reused, so a message
+(hash evaluation run → JSON) and ``claim:<dispatch>``. A *dispatch* is one sending of one shard to one worker;
+its id is never reused, so a message
 that the broker delivers twice is claimed once.
 """
 

@@ -43,5 +43,5 @@ def test_nothing_goes_while_nothing_is_known_to_verify(steps: set[int], keep: in
 
 @pytest.mark.parametrize(("keep", "keep_every"), [(0, None), (1, 0)])
 def test_senseless_settings_are_refused(keep: int, keep_every: int | None) -> None:
-    with pytest.raises(ValueError, match="at least 1|positive"):
+    with pytest.raises(ValueError, match=r"at least 1|positive"):
         deletable([1, 2], keep=keep, keep_every=keep_every, newest_verified=2)
