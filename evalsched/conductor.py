@@ -247,16 +247,16 @@ class Conductor:
             self._drop([message.dispatch])
             return
         if isinstance(message, Answers):
-            self._note_answers(run, out, self._responses(message))
+            self._note_answers(run, out, self._responses(message), now)
         else:
             self._note_end(run, out, message, now)
 
-    def _note_answers(self, run: Run, out: OutShard, responses: Sequence[Response]) -> None:
+    def _note_answers(self, run: Run, out: OutShard, responses: Sequence[Response], now: float) -> None:
         if out.check:
             note_check(run, list(responses))
         else:
             out.answered.update(one.id for one in responses)
-            run.answered(one.id for one in responses)
+            run.answered((one.id for one in responses), now)
 
     def _note_end(self, run: Run, out: OutShard, message: Ended, now: float) -> None:
         self._drop([out.dispatch])
@@ -268,6 +268,7 @@ class Conductor:
             run.check_sent = True
             return
         if message.outcome == "done":
+            run.pace.shard((one.id for one in out.shard.requests), message.seconds)
             run.timings["engine_seconds"] = run.timings.get("engine_seconds", 0.0) + message.seconds
             self.store.tell(
                 Action.SHARD_COMPLETED, job=run.spec.job, run=run.id, shard=out.shard.id, worker=out.worker,
@@ -405,8 +406,7 @@ class Conductor:
         shards = cut(todo, cost.function, target, scope=run.id)
         for shard in shards:
             run.waiting[shard.id] = WaitingShard(shard=shard)
-        run.cost = shard_costs([*shards, *(one.shard for one in self.out.values() if one.run == run.id)])
-        run.work_total = sum(run.cost.values())
+        run.pace.begin(shard_costs([*shards, *(one.shard for one in self.out.values() if one.run == run.id)]))
         run.timings["record_seconds"] = found.recording.seconds
         run.began = now
         self._quarantined_before(run)
@@ -431,7 +431,7 @@ class Conductor:
             return
         if any(one.run == run.id and not one.check for one in self.out.values()):
             self._drop([name for name, one in self.out.items() if one.run == run.id and not one.check])
-        if run.work_total > 0 and run.check is None and not run.check_sent and self._send_check(run, now):
+        if run.pace.total > 0 and run.check is None and not run.check_sent and self._send_check(run, now):
             return
         if any(one.run == run.id for one in self.out.values()):
             return

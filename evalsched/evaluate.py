@@ -220,7 +220,7 @@ def run_to_end(
 
 def _progress(runs: Sequence[Run], conductor: Conductor, now: float) -> Progress:
     run = next((one for one in runs if not one.over), runs[-1])
-    share, left = run.progress(now)
+    share, left = run.progress(len(conductor.live()), now)
     total = len(run.prepared.open) if run.prepared else 0
     return Progress(
         state=run.state.value,

@@ -30,13 +30,13 @@ CHECK_REQUESTS = 48
 
 def check_shard(run: Run) -> Shard | None:
     """The sample that is run again, one request at a time; None where nothing was run."""
-    if run.prepared is None or run.work_total <= 0:
+    if run.prepared is None or run.pace.total <= 0:
         return None
     requests = [one for one in run.prepared.open if one.task not in run.failed]
     sample = sample_documents(requests, CHECK_REQUESTS)[: 2 * CHECK_REQUESTS]
     if not sample:
         return None
-    seconds = sum(run.cost.get(one.id, 0.01) for one in sample)
+    seconds = sum(run.pace.cost.get(one.id, 0.01) for one in sample)
     return Shard(id=digest_of([run.id, "check"]), requests=tuple(sample), seconds=max(1.0, seconds))
 
 

@@ -17,6 +17,7 @@ from evalsched.feeding import PendingShard, RunView
 from evalsched.ledger import Ledger
 from evalsched.messages import ModelRef
 from evalsched.models import ModelFacts
+from evalsched.pace import Pace
 from evalsched.recording import Recording, RecordJob
 from evalsched.scoring import ScoreOutcome
 from evalsched.types import EvalSettings, Request, RequestId, Shard, Trial, digest_of
@@ -157,9 +158,8 @@ class Run:
     waiting: dict[str, WaitingShard] = field(default_factory=dict)
     open: set[RequestId] = field(default_factory=set)
     """Requests that are neither answered nor given up."""
-    work_total: float = 0.0
-    """Estimated seconds of everything that had to be run."""
-    work_done: float = 0.0
+    pace: Pace = field(default_factory=Pace)
+    """Estimated seconds of everything that had to be run, and how it goes."""
     began: float = 0.0
     ended: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
@@ -169,7 +169,6 @@ class Run:
     outcome: ScoreOutcome | None = None
     error: BaseException | None = None
     timings: dict[str, float] = field(default_factory=dict)
-    cost: dict[RequestId, float] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
@@ -201,12 +200,11 @@ class Run:
             shard=shard, attempts=attempts, after=after, last_worker=out.worker if count else None
         )
 
-    def answered(self, ids: Iterable[RequestId]) -> None:
+    def answered(self, ids: Iterable[RequestId], now: float) -> None:
         """Requests were answered."""
-        for one in ids:
-            if one in self.open:
-                self.open.discard(one)
-                self.work_done += self.cost.get(one, 0.0)
+        fresh = [one for one in ids if one in self.open]
+        self.open.difference_update(fresh)
+        self.pace.closed(fresh, now)
 
     def fail_task(self, tasks: Collection[str], reason: str) -> None:
         """Give tasks up: their requests are no longer waited for."""
@@ -220,16 +218,11 @@ class Run:
             else:
                 del self.waiting[name]
 
-    def progress(self, now: float) -> tuple[float, float | None]:
-        """(share of the work that is done, seconds that are left by the pace so far or None)."""
+    def progress(self, workers: int, now: float) -> tuple[float, float | None]:
+        """(share of the work that is done, seconds that are left with so many workers, or None)."""
         if self.over:
             return 1.0, 0.0
-        if self.work_total <= 0:
-            return 0.0, None
-        share = min(1.0, self.work_done / self.work_total)
-        if share <= 0.02 or not self.began:
-            return share, None
-        return share, (now - self.began) * (1 - share) / share
+        return self.pace.share, self.pace.left(workers, now)
 
 
 def shard_costs(shards: Sequence[Shard]) -> dict[RequestId, float]:

@@ -346,9 +346,12 @@ class EvaluationScheduler:
         last, old = self._status
         if now - last < STATUS_SECONDS:
             return
-        status = self._conductor.status() | {
-            "runs": [_run_row(run, now) for run in self._conductor.runs.values()][-50:]
-        }
+        workers = len(self._conductor.live())
+        rows = {run.id: _run_row(run, workers, now) for run in self._conductor.runs.values()}
+        earlier = [row for row in self._finished if row["run"] not in rows]
+        status = self._conductor.status()
+        status["done"] += sum(len(row["tasks"]) - len(row["failed"]) for row in earlier if row["state"] == "done")
+        status["runs"] = [*earlier, *rows.values()][-MAX_ROWS:]
         if status != old:
             self._store.put_document("evaluation", status)
         self._status = (now, status)
@@ -405,8 +408,8 @@ def _finished_rows(document: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     return [row for row in (document or {}).get("runs", []) if row.get("state") in over]
 
 
-def _run_row(run: Run, now: float) -> dict[str, Any]:
-    share, left = run.progress(now)
+def _run_row(run: Run, workers: int, now: float) -> dict[str, Any]:
+    share, left = run.progress(workers, now)
     return {
         "run": run.id,
         "job": run.spec.job,

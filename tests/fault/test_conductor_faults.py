@@ -148,7 +148,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(world: World, tmp_path: Path)
         conductor = Conductor(first.store, ledger, make_app(first.store.url), scorer=score)
         run = conductor.add(world.spec(tmp_path / "out"))
         first.start()
-        await_that(lambda: conductor.tick(time.time()) or (run.began and run.work_done > run.work_total / 2), 60)
+        await_that(lambda: conductor.tick(time.time()) or run.pace.share > 0.5, 60)
         conductor.close()
         before = sum(trial.responses for trial in ledger.trials())
     assert before > 0
