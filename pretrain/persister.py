@@ -103,6 +103,7 @@ class Persister:
         key = (found.incarnation, found.step)
         if self._published_before(found):
             self.done.add(key)
+            self._retain(found.step)
             return
         for attempt in range(self.spec.failures):
             started = self.clock.monotonic()
@@ -123,9 +124,13 @@ class Persister:
         self.done.add(key)
 
     def _published_before(self, found: SnapshotSet) -> bool:
-        """Whether an earlier process of this persister published exactly this snapshot before it died."""
+        """Whether an earlier process published exactly this snapshot before it died; then ``latest`` is seen to."""
         try:
-            return self.target.incarnation_of(found.step) == found.incarnation
+            if self.target.incarnation_of(found.step) != found.incarnation:
+                return False
+            if found.step == max(self.target.steps()):
+                self.target.point_latest(found.step)
+            return True
         except Exception:  # a target that cannot be asked is the save's to complain about
             return False
 

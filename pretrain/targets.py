@@ -49,6 +49,9 @@ class Target(Protocol):
     def incarnation_of(self, step: int) -> int | None:
         """The incarnation that published a step; None where it is not published."""
 
+    def point_latest(self, step: int) -> None:
+        """Let ``latest`` name a published step (a writer died between the two)."""
+
     def claim(self, fence: Fence) -> None:
         """Take the right to publish; older incarnations are refused from now on."""
 
@@ -113,6 +116,11 @@ class FolderTarget:
         """The incarnation in a step's manifest."""
         folder = self.folder / manifest.step_dir_name(step)
         return manifest.read_manifest(folder).incarnation if (folder / manifest.NAME).exists() else None
+
+    def point_latest(self, step: int) -> None:
+        """Move the file ``latest``."""
+        with published.locked(self.folder):
+            published.move_latest(self.folder, manifest.step_dir_name(step))
 
     def claim(self, fence: Fence) -> None:
         """See :func:`pretrain.published.claim`."""
@@ -237,6 +245,10 @@ class ObjectTarget:
         """The incarnation in a step's manifest."""
         raw = self._read(manifest.step_dir_name(step), manifest.NAME)
         return None if raw is None else int(json.loads(raw)["incarnation"])
+
+    def point_latest(self, step: int) -> None:
+        """Write the object ``latest``."""
+        self._fs.pipe_file(self._path(LATEST), f"{manifest.step_dir_name(step)}\n".encode())
 
     def claim(self, fence: Fence) -> None:
         """Take the right to publish; refused where a newer incarnation of the job has it."""

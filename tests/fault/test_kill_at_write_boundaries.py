@@ -147,6 +147,7 @@ def test_every_boundary_of_a_publication(zygote: Zygote, tmp_path: Path) -> None
         assert zygote.persist(memory, here) == 0, f"{where}: the next try failed"
         assert _check(here, f"{where}, then tried again") == 3
         assert [step for step, _ in published.published(here)] == [2, 3]
+        assert published.read_latest(here) == here / "step-00000003"
         assert not [entry for entry in here.iterdir() if entry.name.startswith(".step")], f"{where}: debris"
         shutil.rmtree(here)
     print(

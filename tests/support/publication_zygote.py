@@ -35,7 +35,7 @@ def persist(memory: str, folder: str, keep: int) -> None:
     persister = Persister(spec, FolderTarget(place, hash_threads=1), said.append)
     for found in persister.waiting():
         persister.persist(found)
-    os._exit(0 if any(message.what == "published" for message in said) else 7)  # no clean-up: it takes a second
+    os._exit(7 if any(message.what in ("failed", "refused") for message in said) else 0)  # clean-up takes a second
 
 
 def main() -> None:
