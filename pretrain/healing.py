@@ -8,7 +8,7 @@ leaves weights, optimizer and gradients of the survivors as they were, so the ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
@@ -140,8 +140,9 @@ class _Position:
     consumed_samples: int
     retries: int
     skips: int
-    saved_step: int
-    retry: Any
+    saved_step: int = field(compare=False)
+    """What is saved is no part of the state; but all must decide alike when to save, so all take the same."""
+    retry: Any = field(compare=False)
 
 
 def _position(trainer: Trainer) -> _Position:
@@ -181,6 +182,7 @@ def _hand_over(trainer: Trainer, accounts: Sequence[Account], newcomer: bool) ->
     held = [position for position in positions if position is not None]
     if any(position != held[0] for position in held):
         raise MisalignedError(f"survivors are at different positions: {held}")
+    trainer.saved_step, trainer.retry = held[0].saved_step, held[0].retry
     receivers = [account.rank for account in accounts if account.standing.newcomer]
     if not receivers:
         return 0
@@ -208,7 +210,6 @@ def _same_place(one: int, other: int, tensor: int, data: int) -> bool:
 def _adopt(trainer: Trainer, position: _Position) -> None:
     trainer.attempt, trainer.stage = position.attempt, position.stage
     trainer.retries, trainer.skips = position.retries, position.skips
-    trainer.saved_step, trainer.retry = position.saved_step, position.retry
 
 
 # ---------------------------------------------------------------- said

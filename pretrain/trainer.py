@@ -142,7 +142,8 @@ class Trainer:
             NonFiniteError: the guard gives up (:mod:`pretrain.guard`).
             DismissedError: a new incarnation does without this rank.
         """
-        self.saved_step = max(self.saved_step, self.state.step)
+        if self.attempt == 0:  # a rank that joined was told what is saved
+            self.saved_step = max(self.saved_step, self.state.step)
         trouble: tuple[Exception, str | None] | None = None
         while True:
             try:
