@@ -167,7 +167,7 @@ def test_training_takes_a_slot_back_in_the_middle_of_a_shard(store: ClusterStore
         store.set_demand("job:j", training(1))
         await_that(lambda: store.leases("job:j"), 20)
         freed = time.monotonic() - asked
-        await_that(lambda: not agent.processes, 5)
+        await_that(lambda: not agent.infer(), 5)
         store.drop_demand("job:j")
         for lease in store.leases("job:j"):
             store.release(lease)
@@ -184,9 +184,9 @@ def test_training_takes_a_slot_back_in_the_middle_of_a_shard(store: ClusterStore
 def test_a_killed_workers_shard_runs_elsewhere_at_once(store: ClusterStore, world: World, tmp_path: Path) -> None:
     with cluster(store, tmp_path, slots=2, STUB_SECONDS="0.1") as (coordinator, agent):
         ask(store, world, tmp_path / "out")
-        await_that(lambda: len(coordinator.events(Action.SHARD_COMPLETED)) >= 1 and agent.processes, PATIENCE)
-        name, process = next(iter(agent.processes.items()))
-        os.kill(process.pid, signal.SIGKILL)
+        await_that(lambda: len(coordinator.events(Action.SHARD_COMPLETED)) >= 1 and agent.infer(), PATIENCE)
+        name, pid = next(iter(agent.infer().items()))
+        os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         await_that(lambda: any(e.details["worker"] == name for e in coordinator.events(Action.WORKER_EXITED)), 20)
         noticed = time.monotonic() - killed

@@ -50,6 +50,10 @@ class WorkerAgent(SlotAgent):
             process.kill()
             process.wait()
 
+    def infer(self) -> dict[str, int]:
+        """Process ids of the infer workers that live."""
+        return {name: process.pid for name, process in self.processes.items() if name in self.started}
+
     def _carry_out(self) -> None:
         while not self._stop.is_set():
             for entry in self.store.read_commands(self.facts.name, self._after, block=0.05):
@@ -59,6 +63,8 @@ class WorkerAgent(SlotAgent):
 
     def _do(self, command: Any) -> None:
         if isinstance(command, StartWorker):
+            if command.worker in self.processes:
+                return
             own = {
                 "PLANARIA_URL": self.store.url, "PLANARIA_SECRET_FILE": str(self._secret_file),
                 "PLANARIA_NODE": self.facts.name, "PLANARIA_LEASE": command.lease or "",
