@@ -41,12 +41,21 @@ class Detection(Settings):
     straggler: Amount
 
 
+class Communicators(Settings):
+    """Leaving and building process groups."""
+
+    base: Amount
+    per_gpu: Amount
+
+    def seconds(self, gpus: int) -> float:
+        """For so many ranks."""
+        return self.base + self.per_gpu * gpus
+
+
 class Planaria(Settings):
     """Healing in place."""
 
     decide: Amount
-    reform_base: Amount
-    reform_per_gpu: Amount
     join: Amount
     process_start: Amount
     load_peer: Amount
@@ -60,7 +69,6 @@ class Unicron(Settings):
     """Unicron as published."""
 
     decide: Amount
-    retry: Amount
     restart: Amount
     reconfigure: Amount
     load: Amount
@@ -168,6 +176,7 @@ class Parameters(Settings):
     """All of ``configs/scenarios/parameters.yaml``; what each number means stands beside it there."""
 
     detection: Detection
+    communicators: Communicators
     planaria: Planaria
     unicron: Unicron
     manual_restart: ManualRestart

@@ -12,7 +12,9 @@ from planner.simulation.cluster import Outcome, Simulation, World
 from planner.simulation.failures import draw
 from planner.simulation.parameters import Parameters, read_parameters
 from planner.simulation.policies import policy
-from planner.simulation.scenario import ClusterScenario, EvaluationSpec, read_scenario
+from planner.simulation.scenario import ClusterScenario, EvaluationSpec, SweepScenario, TrialScenario, read_scenario
+from planner.simulation.sweep import run_sweep
+from planner.simulation.trials import run_trials
 from planner.simulation.workload import Demand, build, whole_job
 
 SAMPLES = 200
@@ -91,4 +93,8 @@ def simulate(path: Path, seed: int | None = None) -> dict[str, Any]:
     """
     scenario, parameters = read_scenario(path), read_parameters()
     used = scenario.seed if seed is None else seed
+    if isinstance(scenario, TrialScenario):
+        return run_trials(scenario, parameters, used)
+    if isinstance(scenario, SweepScenario):
+        return run_sweep(scenario, parameters, used, str(path))
     return run_cluster(scenario, parameters, used, str(path))

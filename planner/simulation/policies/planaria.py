@@ -204,8 +204,7 @@ class Planaria(Policy):
     # ------------------------------------------------------------ transitions
 
     def _reform(self, nodes: int) -> float:
-        gpus = nodes * self.sim.world.cluster.gpus_per_node
-        return self.given.reform_base + self.given.reform_per_gpu * gpus
+        return self.parameters.communicators.seconds(nodes * self.sim.world.cluster.gpus_per_node)
 
     def _shrink(self, job: RunningJob, leases: list[str]) -> None:
         """At the step's end the job re-forms without the slots that are taken back, then they are free."""

@@ -38,12 +38,13 @@ class Unicron(PartitionedPolicy):
         if failure.severity == Severity.SEV1:
             self._replan(job)
             return
-        stages = [("decide", given.decide)]
-        if failure.severity == Severity.SEV3:
-            stages.append(("reallocate", given.retry))
+        stages = [("decide", given.decide), ("reallocate", self._communicators(job))]
         if failure.severity == Severity.SEV2 or failure.luck >= self.parameters.failures.retry_success:
             stages += [("start", given.restart), ("load", given.load)]
         self._go(job, stages)
+
+    def _communicators(self, job: RunningJob) -> float:
+        return self.parameters.communicators.seconds(len(job.nodes) * self.sim.world.cluster.gpus_per_node)
 
     def _go(self, job: RunningJob, stages: list[tuple[str, float]]) -> None:
         self.sim.follow(job, stages, lambda: self.sim.go(job, job.nodes, job.spec.rate(len(job.nodes))))
@@ -68,4 +69,5 @@ class Unicron(PartitionedPolicy):
             if not job.nodes:
                 self.sim.stop(job, "waiting")
             else:
-                self._go(job, [("decide", given.decide), ("start", given.reconfigure), ("load", given.load)])
+                self._go(job, [("decide", given.decide), ("reallocate", self._communicators(job)),
+                               ("start", given.reconfigure), ("load", given.load)])  # fmt: skip
