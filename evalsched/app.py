@@ -93,7 +93,6 @@ def _delivery(task: Any) -> str:
 app = make_app(broker_url())
 
 
-@signals.celeryd_init.connect
 def _join(sender: str | None = None, instance: Any = None, **_: Any) -> None:
     """``celery -A evalsched.app worker``: become a worker of the cluster before the consumer starts."""
     if instance is None or getattr(instance.app, "planaria_worker", None) is not None:
@@ -101,3 +100,6 @@ def _join(sender: str | None = None, instance: Any = None, **_: Any) -> None:
     from evalsched.worker import join_by_hand
 
     join_by_hand(instance.app, str(sender))
+
+
+signals.celeryd_init.connect(_join, weak=False)

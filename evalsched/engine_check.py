@@ -105,7 +105,9 @@ def reference_logprob(facts: ModelFacts, tokens: Sequence[int], dtype: str) -> f
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(facts.folder), dtype=getattr(torch, dtype), local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(facts.folder), dtype=getattr(torch, dtype), local_files_only=True
+    )
     with torch.no_grad():
         logits = model.eval()(torch.tensor([list(tokens)])).logits[0].float()
     table = torch.log_softmax(logits[:-1], dim=-1)

@@ -18,6 +18,9 @@ METRIC_WORK = "planaria.metric_work"
 METRIC_QUEUE = "planaria.metric"
 
 
+Outcome = Literal["done", "failed", "handed_back", "refused"]
+
+
 def infer_queue(worker: str) -> str:
     """The queue of one infer worker."""
     return f"planaria.infer.{worker}"
@@ -107,7 +110,7 @@ class Ended(Message):
     lease_token: int
     dispatch: str
     run: str
-    outcome: Literal["done", "failed", "handed_back", "refused"]
+    outcome: Outcome
     reason: str = ""
     seconds: float = 0.0
     """Of running requests, without loading."""

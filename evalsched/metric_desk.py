@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from evalsched.messages import METRIC_QUEUE, METRIC_WORK, Ended, Metric
 from planner.errors import BadInputError, MissingServiceError, PlanariaError, WorkFailedError
@@ -67,7 +67,7 @@ class MetricDesk:
         call.done.set()
         return True
 
-    def call(self, what: str, job: Mapping[str, Any], run: str) -> dict[str, Any]:
+    def call(self, what: Literal["record", "score"], job: Mapping[str, Any], run: str) -> dict[str, Any]:
         """Have ``what`` (``record`` or ``score``) done; its result.
 
         Raises:
@@ -79,7 +79,7 @@ class MetricDesk:
         call = _Call()
         with self._lock:
             self._calls[dispatch] = call
-        message = Metric(dispatch=dispatch, run=run, what=what, job=dict(job))  # type: ignore[arg-type]
+        message = Metric(dispatch=dispatch, run=run, what=what, job=dict(job))
         try:
             self._table.put_dispatch(dispatch, {"run": run, "metric": what})
             if not self._send(METRIC_WORK, message.model_dump(mode="json"), METRIC_QUEUE):

@@ -24,7 +24,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from evalsched.messages import METRIC_QUEUE, WORK, Answers, Ended, Left, Message, Metric, RunShard, Warm, infer_queue
+from evalsched.messages import (
+    METRIC_QUEUE,
+    WORK,
+    Answers,
+    Ended,
+    Left,
+    Message,
+    Metric,
+    Outcome,
+    RunShard,
+    Warm,
+    infer_queue,
+)
 from planner.errors import BadInputError, ExitCode, MissingServiceError, PlanariaError, one_line
 from planner.events import Action
 from planner.leases import RenewStatus
@@ -184,7 +196,9 @@ class Worker:
             return
         started = time.monotonic()
         self._say(state="busy", dispatch=message.dispatch)
-        result, outcome, reason, bad_input = None, "failed", "", False
+        result: dict[str, Any] | None = None
+        outcome: Outcome = "failed"
+        reason, bad_input = "", False
         try:
             from evalsched.metric_work import do
 
@@ -206,14 +220,14 @@ class Worker:
         """Refuse a model: this worker scores."""
         self.store.refuse(self.queue, str(raw)[:2000], f"a {self.kind} worker loads no model")
 
-    def _end(self, message: Any, outcome: str, reason: str = "", **more: Any) -> None:
+    def _end(self, message: Any, outcome: Outcome, reason: str = "", **more: Any) -> None:
         self._answer(
             Ended(
                 worker=self.name,
                 lease_token=self.place.token,
                 dispatch=message.dispatch,
                 run=message.run,
-                outcome=outcome,  # type: ignore[arg-type]
+                outcome=outcome,
                 reason=reason,
                 **more,
             )
@@ -286,7 +300,8 @@ class InferWorker(Worker):
             started = time.monotonic()
             self._say(state="busy", dispatch=message.dispatch, shard=shard.id, done=0, total=len(shard.requests))
             complete = self._answer_all(message, shard)
-            outcome, reason = ("done", "") if complete else ("handed_back", "the worker leaves")
+            outcome: Outcome = "done" if complete else "handed_back"
+            reason = "" if complete else "the worker leaves"
             self._end(message, outcome, reason, seconds=time.monotonic() - started, load_seconds=load_seconds)
         except NewProcessNeededError as error:
             self._end(message, "handed_back", one_line(error))
