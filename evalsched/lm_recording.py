@@ -55,7 +55,7 @@ class _TakenError(Exception):
     """Leaves ``simple_evaluate`` once the requests are there: nothing is to be scored."""
 
 
-class OfflineLM(TemplateLM):
+class OfflineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """What recording and replay share: a single process without a device, and the model's chat template.
 
     The template is applied as lm-eval's vLLM class does it: without the system turn where the template
@@ -165,7 +165,7 @@ def _to_requests(loaded: dict[str, Any], counter: TokenCounter) -> list[Request]
     counts = counter.count([(instance.request_type, arguments[id(instance)]) for _, instance, _ in rows])
     return [
         Request(
-            request_type=instance.request_type,  # type: ignore[arg-type]
+            request_type=instance.request_type,
             task=name,
             doc_id=int(instance.doc_id or 0),
             idx=instance.idx,
@@ -218,7 +218,7 @@ def record_requests(job: RecordJob) -> Recorded:
         BadInputError: a task is unknown, cannot be loaded, or asks for more than text.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager, names = task_manager(job.settings, job.metadata)
+    manager, names = task_manager(job.settings, job.metadata, LoadingManager)
     model = RecordingLM(Path(job.tokenizer))
     try:
         simple_evaluate(

@@ -114,7 +114,7 @@ def _groups_without(groups: Mapping[str, Any], failed: frozenset[str] | set[str]
 def _environment() -> str:
     from torch.utils import collect_env
 
-    return str(collect_env.get_pretty_env_info())
+    return str(collect_env.get_pretty_env_info())  # type: ignore[no-untyped-call]
 
 
 def _remember_environment() -> None:
@@ -168,7 +168,7 @@ def _replay(
     answers: Mapping[RequestId, Response],
     tracker: EvaluationTracker,
 ) -> tuple[dict[str, Any], LoadingManager]:
-    manager, _ = task_manager(job.settings, {"pretrained": job.tokenizer}, kind=_ScoringManager)
+    manager, _ = task_manager(job.settings, {"pretrained": job.tokenizer}, _ScoringManager)
     manager.failed = frozenset(job.failed)
     model = ReplayLM(Path(job.tokenizer), recorded, answers)
     results = simple_evaluate(
@@ -184,7 +184,7 @@ def _replay(
     for task in recording.tasks:
         if task_config_digest(manager.loaded["tasks"][task.task]) != task.config:
             raise WorkFailedError(f"task {task.task}: its configuration or documents changed since the recording")
-    results["config"]["model"] = str(job.block.get("engine", {}).get("name", "planaria"))  # type: ignore[index]
+    results["config"]["model"] = str(job.block.get("engine", {}).get("name", "planaria"))
     results.update({**recording.tokenizer_info, "max_length": job.max_length})
     return dict(results or {}), manager
 
@@ -218,7 +218,7 @@ def _judge(job: ScoreJob, results: dict[str, Any], manager: LoadingManager, flag
     unanswered = untrusted_documents(f for f in flags if f.kind in _NEVER_TRUSTED and f.task not in job.failed)
     excluded = judged.untrusted if job.settings.strict else unanswered
     if excluded:
-        whole = {key: results[key] for key in ("results", "groups") if key in results}
+        whole: dict[str, Any] = {key: results[key] for key in ("results", "groups") if key in results}
         _exclude(job, results, manager, excluded, judged)
         if job.settings.strict:
             judged.lm_eval = whole
@@ -333,10 +333,10 @@ def _write(
     """Let lm-eval write its files into ``scratch``, then move each into place, the results last."""
     tracker.save_results_aggregated(results=results, samples=samples)
     for name in results["configs"]:
-        tracker.save_results_samples(task_name=name, samples=samples[name])  # type: ignore[arg-type]
+        tracker.save_results_samples(task_name=name, samples=samples[name])
     for name, rows in apart.items():
         if rows:
-            tracker.save_results_samples(task_name=f"{name}.untrusted", samples=rows)  # type: ignore[arg-type]
+            tracker.save_results_samples(task_name=f"{name}.untrusted", samples=rows)
     date = tracker.date_id
     for name in results["configs"]:
         _move(scratch / f"samples_{name}_{date}.jsonl", output / f"samples_{name}.jsonl")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import lm_eval.tasks
+import lm_eval.utils
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
@@ -29,12 +30,25 @@ from planner.files import write_json
 ManagerT = TypeVar("ManagerT", bound="LoadingManager")
 
 
+def _remember_templates() -> None:
+    """lm-eval compiles a task's prompt template anew for every document, half of all its time: keep what is compiled.
+
+    A compiled template has no state of its own, so the texts stay the same.
+    """
+    environment = lm_eval.utils.env
+    if not hasattr(environment.from_string, "cache_info"):
+        environment.from_string = functools.lru_cache(maxsize=4096)(environment.from_string)
+
+
+_remember_templates()
+
+
 def shipped_folder() -> Path:
     """The folder of the tasks that come with this package: beside it, in a checkout and in a wheel."""
     return Path(__file__).resolve().parent.parent / "tasks"
 
 
-class LoadingManager(TaskManager):
+class LoadingManager(TaskManager):  # type: ignore[misc]  # lm-eval has no types
     """lm-eval's task manager, which also keeps what it loaded and turns failures into one line each."""
 
     loaded: dict[str, Any]
@@ -50,7 +64,7 @@ class LoadingManager(TaskManager):
             found = self._load_one(spec)
             built.extend(found if isinstance(found, list) else [found])
         try:
-            self.loaded = super().load(built)  # type: ignore[assignment]
+            self.loaded = super().load(built)
         except ValueError as error:
             raise BadInputError(f"--tasks: {one_line(error)}; name it once") from error
         return self.loaded
@@ -90,7 +104,7 @@ def task_names(settings: EvalSettings) -> list[str]:
 def task_manager(
     settings: EvalSettings,
     metadata: dict[str, Any],
-    kind: type[ManagerT] = LoadingManager,  # type: ignore[assignment]
+    kind: type[ManagerT],
 ) -> tuple[ManagerT, list[str]]:
     """A manager that knows all tasks asked for, and their names with patterns expanded.
 
