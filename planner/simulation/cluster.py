@@ -14,7 +14,7 @@ from planner.simulation.memory import PlanMemory
 from planner.simulation.parameters import Parameters
 from planner.simulation.policies.base import Policy, Strike
 from planner.simulation.scenario import ClusterSpec
-from planner.simulation.workload import Demand, TrainingJob, Work
+from planner.simulation.workload import Demand, GivenReport, TrainingJob, Work
 from planner.types import Cluster
 
 Stages = Sequence[tuple[str, float]]
@@ -31,10 +31,29 @@ class World:
     horizon: float
     parameters: Parameters
     demand: Demand | None = None
+    """Evaluation of the jobs' own checkpoints."""
+    reports: tuple[GivenReport, ...] = ()
+    """Evaluations that a trace asks for."""
     mtbf_gpu_hours: float = 12000.0
     """Mean GPU-hours between failures, as the operator of this cluster knows it."""
     memory: PlanMemory = field(default_factory=PlanMemory)
     """Plans made before; only saves time."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return self.demand is not None or bool(self.reports)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.cluster.nodes * self.cluster.gpus_per_node
+
+    @property
+    def evaluation_share(self) -> float:
+        """Share of the GPU-seconds that evaluation needs."""
+        share = self.demand.spec.load_share if self.demand else 0.0
+        return share + sum(report.work.slot_seconds for report in self.reports) / (self.gpus * self.horizon)
 
 
 @dataclass(kw_only=True)
@@ -69,6 +88,7 @@ class Simulation:
         self.samples = samples
         self.series: list[tuple[float, float]] = []
         self.busy_seconds = 0.0
+        self._reports_left = len(world.reports)
         self._work_of = work_of or (lambda work: work)
         self._full: dict[frozenset[str], dict[str, float]] = {}
         policy.attach(self)
@@ -90,16 +110,19 @@ class Simulation:
         for failure in self.world.failures:
             early = failure.notice_seconds if self.policy.heeds_notice else 0.0
             self.engine.at(failure.time - early, lambda f=failure: self._fail(f))  # type: ignore[misc]
+        for report in self.world.reports:
+            self.engine.at(report.time, lambda report=report: self._publish_given(report))  # type: ignore[misc]
         for index in range(1, self.samples + 1):
             self.engine.at(self.world.horizon * index / self.samples, self._sample)
         self.engine.run(self.world.horizon, self._done)
         for job in self.jobs:
-            self._settle(job)
+            self.settle(job)
         self.evaluation.settle()
         return self._outcome()
 
     def _done(self) -> bool:
-        return all(job.ended is not None for job in self.jobs) and self.evaluation.pending == 0
+        ended = all(job.ended is not None for job in self.jobs)
+        return ended and self._reports_left == 0 and self.evaluation.pending == 0
 
     def _arrive(self, jobs: list[RunningJob]) -> None:
         for job in jobs:
@@ -110,10 +133,11 @@ class Simulation:
 
     def _sample(self) -> None:
         for job in self.jobs:
-            self._settle(job)
+            self.settle(job)
         self.series.append((self.now, sum(job.account.useful for job in self.jobs)))
 
-    def _settle(self, job: RunningJob) -> None:
+    def settle(self, job: RunningJob) -> None:
+        """Account for a job's time until now."""
         if job.stage == RUNNING:
             self.busy_seconds += len(job.active) * (self.now - job.since)
         job.settle(self.now)
@@ -121,7 +145,7 @@ class Simulation:
     def _live_changed(self) -> None:
         """Full sizes are those of the plan for the undamaged cluster and the jobs that are there."""
         for job in self.jobs:
-            self._settle(job)
+            self.settle(job)
         live = frozenset(job.name for job in self.jobs if job.live)
         if live not in self._full:
             nodes = self.world.cluster.nodes
@@ -141,6 +165,8 @@ class Simulation:
             self.owner[node] = None
         job.nodes = sorted(nodes)
         for node in job.nodes:
+            if self.owner[node] is not None:
+                raise RuntimeError(f"node {node} is given to {job.name} twice, or while another job holds it")
             self.owner[node] = job
 
     def free_nodes(self) -> list[int]:
@@ -149,7 +175,7 @@ class Simulation:
 
     def stop(self, job: RunningJob, stage: str) -> None:
         """The job stands still in a stage."""
-        self._settle(job)
+        self.settle(job)
         job.stage = stage
         job.version += 1
 
@@ -182,7 +208,7 @@ class Simulation:
 
     def go(self, job: RunningJob, active: Sequence[int], rate: float) -> None:
         """The job trains on ``active`` at ``rate``, or waits if that is 0."""
-        self._settle(job)
+        self.settle(job)
         job.active = list(active)
         job.rate = rate
         job.stall_share = self.policy.stall_share
@@ -198,7 +224,7 @@ class Simulation:
 
     def roll_back(self, job: RunningJob, snapshot_interval: float | None = None) -> None:
         """Give up the work since the last durable (or snapshotted) state."""
-        self._settle(job)
+        self.settle(job)
         job.roll_back(snapshot_interval)
 
     # ---------------------------------------------------------------- progress
@@ -212,17 +238,23 @@ class Simulation:
                             lambda: self._finish(job))  # fmt: skip
 
     def _publish(self, job: RunningJob) -> None:
-        self._settle(job)
+        self.settle(job)
         demand = self.world.demand
         index = round(job.run_clock / job.spec.checkpoint_interval)
         self.at_version(job, job.seconds_to_checkpoint(), lambda: self._publish(job))
         if demand is not None and index % demand.spec.every_checkpoints == 0:
             work = self._work_of(demand.work(job.spec, index))
             self.evaluation.publish(Report(job.name, index, work, self.now, work.slot_seconds))
-            self.policy.published(job)
+            self.policy.published()
+
+    def _publish_given(self, given: GivenReport) -> None:
+        self._reports_left -= 1
+        work = self._work_of(given.work)
+        self.evaluation.publish(Report(given.name, 0, work, self.now, work.slot_seconds))
+        self.policy.published()
 
     def _finish(self, job: RunningJob) -> None:
-        self._settle(job)
+        self.settle(job)
         job.stage = ABSENT
         job.version += 1
         job.ended = self.now
@@ -258,7 +290,7 @@ class Simulation:
         job = strike.job
         if strike.failure.cause == "straggler":
             if set(strike.nodes) & set(job.active):
-                self._settle(job)
+                self.settle(job)
                 job.slowdown = max(job.slowdown, strike.failure.slowdown)
                 self._slow(strike)
             return
@@ -283,7 +315,7 @@ class Simulation:
             seconds = strike.failure.away_seconds
 
         def over() -> None:
-            self._settle(job)
+            self.settle(job)
             job.slowdown = 1.0
             if self.policy.watches_stragglers and all(self.owner[node] is job for node in strike.nodes):
                 nodes = list(strike.nodes)
@@ -308,7 +340,7 @@ class Simulation:
         useful = sum(job.account.useful for job in self.jobs)
         lost = {name: sum(job.account.lost[name] for job in self.jobs) for name in LOSSES}
         share = end / reference if reference > 0 else 0.0
-        gpus = self.world.cluster.nodes * self.world.cluster.gpus_per_node
+        gpus = self.world.gpus
         return Outcome(
             accumulated_waf=useful,
             useful_flop=sum(job.useful_flop for job in self.jobs),

@@ -17,6 +17,11 @@ def print_tables(document: Mapping[str, Any]) -> None:
     second = document.get("with_evaluation")
     if second:
         _print(console, f"{document['scenario']} with evaluation", second["policies"])
+    for name, ratio in document.get("speedup", {}).items():
+        console.print(f"{name}: {ratio:.2f} x as quick as one job per dataset")
+    if document.get("cells"):
+        _print_cells(console, document["cells"])
+        _print_rules(console, document["lending_rules"])
 
 
 def _print(console: Any, title: str, policies: Mapping[str, Mapping[str, Any]]) -> None:
@@ -24,8 +29,10 @@ def _print(console: Any, title: str, policies: Mapping[str, Mapping[str, Any]]) 
 
     table = Table(title=title)
     table.add_column("policy", no_wrap=True)
-    heads = ("accumulated WAF (FLOP)", "ETTR", "useful FLOP/GPU-h", "GPU-h", "cost", "makespan (s)", "p50 (s)", "p95", "p99",
-             "utilised")  # fmt: skip
+    heads = (
+        "accumulated WAF (FLOP)", "ETTR", "useful FLOP/GPU-h", "GPU-h", "cost", "makespan (s)", "p50 (s)", "p95", "p99",
+        "utilised",
+    )  # fmt: skip
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for name, entry in policies.items():
@@ -47,3 +54,43 @@ def _print(console: Any, title: str, policies: Mapping[str, Mapping[str, Any]]) 
         losses.add_row(name, *(f"{entry['losses'][loss] / wall:.3%}" for loss in shown))
     if shown:
         console.print(losses)
+
+
+def _between(entry: Mapping[str, float], digits: str) -> str:
+    return f"{entry['mean']:{digits}} ({entry['low']:{digits}}..{entry['high']:{digits}})"
+
+
+def _print_cells(console: Any, cells: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title="shared pool against fixed partitions (mean and 95% interval over seeds)")
+    heads = (
+        "failure rate", "load", "nodes", "gain over sized", "p95 shared (s)", "p95 sized (s)", "as quick",
+        "gain over it",
+    )  # fmt: skip
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for cell in cells:
+        quick = cell["best_partition_as_quick"]
+        table.add_row(
+            f"{cell['failure_rate']:g}", f"{cell['evaluation_load']:g}", str(cell["nodes"]),
+            _between(cell["gain_over_fixed_partition"], ".3f"),
+            _between(cell["policies"]["planaria"]["p95_latency_seconds"], ".0f"),
+            _between(cell["policies"]["fixed-partition"]["p95_latency_seconds"], ".0f"),
+            f"{quick['nodes']} nodes" if quick else "none", _between(quick["gain"], ".3f") if quick else "",
+        )  # fmt: skip
+    console.print(table)
+
+
+def _print_rules(console: Any, rules: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title="rules of lending in the reference cell")
+    table.add_column("rule", no_wrap=True)
+    for head in ("useful FLOP/GPU-h", "p95 latency (s)"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for name, entry in rules.items():
+        table.add_row(
+            name, _between(entry["useful_flop_per_gpu_hour"], ".4g"), _between(entry["p95_latency_seconds"], ".0f")
+        )
+    console.print(table)

@@ -13,7 +13,7 @@ Planner = Callable[[ClusterView, int, float, Mapping[str, int]], Decision]
 
 
 def fixed_loan(slots_lent: int) -> Callable[[CostAware], Planner]:
-    """While reports wait, evaluation gets ``slots_lent`` slots off the top, and what training leaves idle; else none."""
+    """While reports wait, evaluation gets ``slots_lent`` slots off the top, and what training leaves."""
 
     def rule(planner: CostAware) -> Planner:
         def decide(view: ClusterView, slots: int, now: float, before: Mapping[str, int]) -> Decision:

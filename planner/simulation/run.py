@@ -12,8 +12,10 @@ from planner.simulation.cluster import Outcome, Simulation, World
 from planner.simulation.failures import draw
 from planner.simulation.parameters import Parameters, read_parameters
 from planner.simulation.policies import policy
+from planner.simulation.policies.unicron import Unicron
 from planner.simulation.scenario import ClusterScenario, EvaluationSpec, SweepScenario, TrialScenario, read_scenario
 from planner.simulation.sweep import run_sweep
+from planner.simulation.traces import Trace, read_trace
 from planner.simulation.trials import run_trials
 from planner.simulation.workload import Demand, build, whole_job
 
@@ -22,18 +24,31 @@ SAMPLES = 200
 PERCENTILES = (50, 95, 99)
 
 
-def build_world(scenario: ClusterScenario, parameters: Parameters, seed: int, where: str,
-                evaluation: EvaluationSpec | None) -> World:  # fmt: skip
-    """What all policies share: jobs with their rates, the failures, the evaluation demand."""
-    jobs = tuple(build(spec, scenario.cluster, parameters, f"{where}: job {spec.name}") for spec in scenario.jobs)
-    failures = draw(scenario.failures, scenario.cluster, scenario.horizon_seconds, parameters, seed)
-    gpus = scenario.cluster.nodes * scenario.cluster.gpus_per_node
+def build_world(
+    scenario: ClusterScenario, parameters: Parameters, seed: int, where: str, evaluation: EvaluationSpec | None
+) -> World:
+    """What all policies share: jobs with their rates, the failures, the evaluation demand.
+
+    Raises:
+        BadInputError: a job has no feasible layout, or the trace is wrong.
+    """
+    cluster = scenario.cluster
+    jobs = tuple(build(spec, cluster, parameters, f"{where}: job {spec.name}") for spec in scenario.jobs)
+    trace = Trace()
+    if scenario.trace is not None:
+        trace = read_trace(scenario.trace, Path(where).parent, cluster, parameters)
+        jobs += trace.jobs
+    failures = trace.failures
+    if failures is None:
+        failures = draw(scenario.failures, cluster, scenario.horizon_seconds, parameters, seed)
     spec = scenario.failures
     expected = spec.permanent + spec.transient + spec.preemptions + spec.switch
-    mtbf = gpus * scenario.horizon_seconds / 3600 / max(expected, 1.0)
-    demand = Demand(evaluation, gpus, len(jobs), parameters, seed) if evaluation else None
-    return World(cluster=scenario.cluster, jobs=jobs, failures=failures, horizon=scenario.horizon_seconds,
-                 parameters=parameters, demand=demand, mtbf_gpu_hours=mtbf)  # fmt: skip
+    gpus = cluster.nodes * cluster.gpus_per_node
+    return World(
+        cluster=cluster, jobs=jobs, failures=failures, horizon=scenario.horizon_seconds, parameters=parameters,
+        demand=Demand(evaluation, gpus, len(jobs), parameters, seed) if evaluation else None, reports=trace.reports,
+        mtbf_gpu_hours=gpus * scenario.horizon_seconds / 3600 / max(expected, 1.0),
+    )  # fmt: skip
 
 
 def run_policy(world: World, name: str, samples: int = 0) -> Outcome:
@@ -52,6 +67,9 @@ def run_cluster(scenario: ClusterScenario, parameters: Parameters, seed: int, wh
         "failures": len(world.failures),
         "policies": {name: figures(run_policy(world, name, SAMPLES)) for name in scenario.policies},
     }
+    if "unicron" in scenario.policies:
+        one = Simulation(world, Unicron(parameters, one_at_a_time=True), SAMPLES).run()
+        document["variants"] = {"unicron-one-job-at-a-time": figures(one)}
     if scenario.with_evaluation is not None:
         world = build_world(scenario, parameters, seed, where, scenario.with_evaluation)
         document["with_evaluation"] = {

@@ -220,7 +220,11 @@ class ClusterScenario(Settings):
                 raise ValueError(f"jobs: {job.name} asks for {above} GPUs and the cluster has {gpus}")
         if len(set(self.policies)) != len(self.policies):
             raise ValueError(f"policies: one stands twice in {self.policies}")
-        if self.evaluation is None and {"fixed-partition", "one-job-per-dataset"} & set(self.policies):
+        if (
+            self.evaluation is None
+            and self.trace is None
+            and {"fixed-partition", "one-job-per-dataset"} & set(self.policies)
+        ):
             raise ValueError("policies: fixed-partition and one-job-per-dataset need an evaluation block")
         return self
 

@@ -20,8 +20,8 @@ class Shard:
 def cut(datasets: Sequence[tuple[str, float, float]], slots: int, shard_seconds: float) -> list[Shard]:
     """Shards in the order in which slots take them (list scheduling).
 
-    ``datasets`` are ``(name, inference seconds, metric seconds)``. A piece is ``shard_seconds`` long, or half of a slot's
-    share of what is left where that is less, so that all slots end together.
+    ``datasets`` are ``(name, inference seconds, metric seconds)``. A piece is ``shard_seconds`` long, or half of a
+    slot's share of what is left where that is less, so that all slots end together.
     """
     left = sum(inference for _, inference, _ in datasets)
     found: list[Shard] = []

@@ -117,6 +117,15 @@ class Work:
     datasets: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenReport:
+    """A report that a trace asks for at a time."""
+
+    time: float
+    name: str
+    work: Work
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """Evaluation demand: the same checkpoint costs the same under every policy."""

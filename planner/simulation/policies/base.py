@@ -80,7 +80,7 @@ class Policy:
     def lost_idle(self, nodes: list[int]) -> None:
         """Nodes that no job held went down."""
 
-    def published(self, job: RunningJob) -> None:
+    def published(self) -> None:
         """A checkpoint waits for its report."""
 
     def evaluation_changed(self) -> None:
@@ -93,17 +93,14 @@ class PartitionedPolicy(Policy):
     def attach(self, sim: Simulation) -> None:
         """Set the partition up."""
         super().attach(sim)
-        demand = sim.world.demand
-        if demand is not None:
-            nodes = sim.world.cluster.nodes
-            count = demand.spec.partition_nodes or self._sized(nodes)
+        world = sim.world
+        if world.evaluates:
+            nodes = world.cluster.nodes
+            asked = world.demand.spec.partition_nodes if world.demand else None
+            # As many nodes as are busy for ``partition_load`` of the time.
+            count = asked or ceil(nodes * world.evaluation_share / self.parameters.evaluation.partition_load)
             self.partition = list(range(nodes - min(count, nodes - 1), nodes))
             self._serve(len(self.partition))
-
-    def _sized(self, nodes: int) -> int:
-        """As many nodes as are busy for ``partition_load`` of the time."""
-        assert self.sim.world.demand is not None
-        return ceil(nodes * self.sim.world.demand.spec.load_share / self.parameters.evaluation.partition_load)
 
     def _serve(self, change: int) -> None:
         self.sim.evaluation.change_slots(change * self.sim.world.cluster.gpus_per_node, loaded=True)

@@ -60,7 +60,7 @@ class Planaria(Policy):
         super().attach(sim)  # type: ignore[arg-type]
         world = self.sim.world
         cluster = world.cluster
-        self.pooled = world.demand is None and cluster.nodes >= LARGE
+        self.pooled = not world.evaluates and cluster.nodes >= LARGE
         self.unit = 1 if self.pooled else cluster.gpus_per_node
         per_slot = cluster.gpus_per_node if self.pooled else 1
         settings = CostSettings(
@@ -108,7 +108,7 @@ class Planaria(Policy):
         return ClusterView(nodes=nodes, demands=tuple(demands), leases=leases, trigger=trigger)
 
     def _evaluation_demand(self) -> Demand | None:
-        if self.sim.world.demand is None:
+        if not self.sim.world.evaluates:
             return None
         service, now = self.sim.evaluation, self.sim.now
         reports = [
@@ -119,7 +119,7 @@ class Planaria(Policy):
         ]  # fmt: skip
         return Demand(
             holder=EVALUATION, kind=EVALUATION, weight=1.0, min_slots=0,
-            max_slots=self.sim.world.cluster.nodes * self.sim.world.cluster.gpus_per_node, feasible=(), throughput={},
+            max_slots=self.sim.world.gpus, feasible=(), throughput={},
             transition_seconds=service.load_seconds, backlog_seconds=sum(report.left for report in service.queue),
             details={"reports": reports, "load_seconds": service.load_seconds, "resident": service.loaded},
         )  # fmt: skip
@@ -192,7 +192,7 @@ class Planaria(Policy):
 
     def _keep_time(self) -> None:
         """While reports wait, lending is priced anew now and then: their worth grows with their age."""
-        if self.sim.world.demand is not None and self.sim.evaluation.queue and not self._timer:
+        if self.sim.world.evaluates and self.sim.evaluation.queue and not self._timer:
             self._timer = True
             self.sim.engine.after(self.given.replan, self._tick)
 
@@ -223,7 +223,7 @@ class Planaria(Policy):
 
     def _grow(self, job: RunningJob) -> None:
         """Newcomers start while the others train, then join; a job that has nothing starts."""
-        self.sim.assign(job, [*self._held(job), *(node for node in job.active if self.sim.owner[node] is job)])
+        self.sim.assign(job, {*self._held(job), *(node for node in job.active if self.sim.owner[node] is job)})
         if job.stage == RUNNING:
             self._await_newcomers(job)
         elif job.stage == "waiting":
@@ -297,7 +297,7 @@ class Planaria(Policy):
         self._drop(nodes)
         self.decide(Trigger.NODE_LOST)
 
-    def published(self, job: RunningJob) -> None:
+    def published(self) -> None:
         """A growing backlog."""
         self.decide(Trigger.CHECKPOINT_PUBLISHED)
 
@@ -313,6 +313,8 @@ class Planaria(Policy):
             del self.leases[lease.id]
             if _holder(lease) == EVALUATION and lease.revoked is None:
                 lost += 1
+        for job in {id(owner): owner for node in nodes if (owner := self.sim.owner[node])}.values():
+            self.sim.assign(job, [node for node in job.nodes if node not in dead])
         if lost:
             self.sim.evaluation.change_slots(-lost)
 
@@ -346,7 +348,7 @@ class Planaria(Policy):
                 self.decide(Trigger.NODE_LOST)
             self._restart_all(job, stages)
             return
-        self.sim._settle(job)
+        self.sim.settle(job)
         job.redo_part_of_step(0.5 / replicas)
         job.active = survivors
         stages.append(("reallocate", self._reform(len(survivors))))

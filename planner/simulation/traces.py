@@ -1,0 +1,258 @@
+"""Jobs from files: the AcmeTrace CSV schema, Slurm's ``sacct --parsable2``, and a real job's ``events.jsonl``.
+
+Traces tell how many GPUs a job had and for how long, not how it would have run elsewhere: a training job is one of
+fixed size with as much work as it did, evaluation jobs are evaluation demand of as many GPU-seconds. Jobs of other
+kinds (and CPU jobs) are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from planner.errors import BadInputError, one_line
+from planner.ettr import account
+from planner.events import Action, Event
+from planner.severity import TABLE
+from planner.simulation.failures import Failure
+from planner.simulation.parameters import Parameters
+from planner.simulation.scenario import ClusterSpec, TraceSpec
+from planner.simulation.workload import GivenReport, TrainingJob, Work
+from planner.types import Layout, ThroughputProfile
+
+ACME_COLUMNS = ("job_id", "node_num", "gpu_num", "type", "state", "submit_time", "start_time", "end_time", "duration")
+SLURM_COLUMNS = ("JobID", "JobName", "State", "Submit", "Start", "End", "NNodes", "AllocTRES")
+TRAINING = frozenset({"pretrain", "sft", "mllm"})
+"""Acme's types that are training; ``Eval`` and ``Evaluation`` are evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a file gave; times count from its first submission."""
+
+    jobs: tuple[TrainingJob, ...] = ()
+    reports: tuple[GivenReport, ...] = ()
+    failures: tuple[Failure, ...] | None = None
+    """Failures that really happened, where the file tells; None leaves them to the scenario."""
+    skipped: int = 0
+    """Jobs of other kinds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    line: int
+    name: str
+    kind: str
+    gpus: int
+    submit: float
+    seconds: float
+
+
+@dataclass
+class _Reader:
+    """Rows of one file with errors that name file, line and column."""
+
+    path: Path
+    spec: TraceSpec
+    cluster: ClusterSpec
+    parameters: Parameters
+    skipped: int = 0
+    last: float = field(default=float("-inf"))
+
+    def fail(self, line: int, column: str, value: object, why: str) -> BadInputError:
+        return BadInputError(f"{self.path}:{line}: {column}: {why} (value {str(value)[:60]!r})")
+
+    def table(self, delimiter: str, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
+        """Rows as mappings; the first line names the columns."""
+        try:
+            with self.path.open(encoding="utf-8", newline="") as file:
+                reader = csv.DictReader(file, delimiter=delimiter)
+                missing = [name for name in columns if name not in (reader.fieldnames or [])]
+                if missing:
+                    raise BadInputError(
+                        f"{self.path}:1: the column {missing[0]!r} is missing; needed: {', '.join(columns)}"
+                    )
+                for row in reader:
+                    short = [name for name in columns if row.get(name) is None]
+                    if short:
+                        raise self.fail(reader.line_num, short[0], "", "the line ends before this column")
+                    yield reader.line_num, row
+        except FileNotFoundError:
+            raise BadInputError(f"{self.path}: no such file") from None
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise BadInputError(f"{self.path}: cannot be read ({one_line(error)})") from error
+
+    def number(self, line: int, row: Mapping[str, str], column: str) -> float:
+        try:
+            value = float(row[column])
+        except ValueError:
+            raise self.fail(line, column, row[column], "a number is needed") from None
+        if not isfinite(value) or value < 0:
+            raise self.fail(line, column, row[column], "a number of at least 0 is needed")
+        return value
+
+    def time(self, line: int, row: Mapping[str, str], column: str) -> float:
+        """ISO 8601, or seconds since the epoch."""
+        text = row[column].strip()
+        try:
+            return float(text)
+        except ValueError:
+            pass
+        try:
+            found = datetime.fromisoformat(text)
+        except ValueError:
+            raise self.fail(line, column, text, "a time is needed, ISO 8601 or seconds") from None
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+    def checked(self, line: int, name: str, kind: str, gpus: int, times: Mapping[str, float]) -> _Row:
+        """The row, its times in order and its size within the cluster."""
+        (first, submit), (second, start), (third, end) = times.items()
+        if submit > start:
+            raise self.fail(line, second, start, f"times out of order, it is before {first}")
+        if start > end:
+            raise self.fail(line, third, end, f"times out of order, it is before {second}")
+        if submit < self.last:
+            raise self.fail(line, first, submit, "times out of order, the line before is later; sort the file")
+        self.last = submit
+        most = self.cluster.nodes * self.cluster.gpus_per_node
+        if gpus > most:
+            raise self.fail(line, "gpus", gpus, f"job {name} is larger than the cluster's {most} GPUs")
+        return _Row(line=line, name=name, kind=kind, gpus=gpus, submit=submit, seconds=end - start)
+
+
+def read_trace(spec: TraceSpec, folder: Path, cluster: ClusterSpec, parameters: Parameters) -> Trace:
+    """The jobs of a trace file.
+
+    Raises:
+        BadInputError: one line with file, line and column.
+    """
+    reader = _Reader(folder / spec.path, spec, cluster, parameters)
+    if spec.format == "events":
+        return _events(reader)
+    rows = list(_acme(reader) if spec.format == "acme" else _slurm(reader))
+    rows = rows[: spec.limit]
+    if not rows:
+        raise BadInputError(f"{reader.path}: no training or evaluation job in it")
+    start = rows[0].submit
+    jobs = tuple(_job(reader, row, start) for row in rows if row.kind == "training")
+    reports = tuple(
+        GivenReport(
+            time=row.submit - start, name=row.name,
+            work=Work(slot_seconds=row.seconds * row.gpus, longest=0.0, tail=0.0, datasets=1),
+        )
+        for row in rows
+        if row.kind == "evaluation"
+    )  # fmt: skip
+    return Trace(jobs=jobs, reports=reports, skipped=reader.skipped)
+
+
+def _acme(reader: _Reader) -> Iterator[_Row]:
+    for line, row in reader.table(",", ACME_COLUMNS):
+        kind = row["type"].strip().lower()
+        gpus = int(reader.number(line, row, "gpu_num"))
+        role = "training" if kind in TRAINING else "evaluation" if kind.startswith("eval") else ""
+        times = {name: reader.time(line, row, name) for name in ("submit_time", "start_time", "end_time")}
+        checked = reader.checked(line, row["job_id"], role, gpus, times)
+        if role and gpus and checked.seconds > 0:
+            yield checked
+        else:
+            reader.skipped += 1
+
+
+def _slurm(reader: _Reader) -> Iterator[_Row]:
+    for line, row in reader.table("|", SLURM_COLUMNS):
+        if "." in row["JobID"]:
+            continue  # a step of a job that has its own row
+        found = re.search(r"gres/gpu(?::[\w-]+)?=(\d+)", row["AllocTRES"])
+        if found is None or "Unknown" in (row["Start"], row["End"]) or row["Start"] == "None":
+            reader.skipped += 1
+            continue
+        times = {name: reader.time(line, row, name) for name in ("Submit", "Start", "End")}
+        role = "evaluation" if "eval" in row["JobName"].lower() else "training"
+        checked = reader.checked(line, row["JobID"], role, int(found[1]), times)
+        if checked.seconds > 0:
+            yield checked
+
+
+def _job(reader: _Reader, row: _Row, start: float) -> TrainingJob:
+    """A job of fixed size: as many whole nodes as its GPUs need, with the work that it did."""
+    rate = reader.spec.flops_per_gpu * row.gpus
+    nodes = -(-row.gpus // reader.cluster.gpus_per_node)
+    profile = ThroughputProfile((nodes,), (rate,), (Layout(data=row.gpus),))
+    given = reader.parameters.training
+    return TrainingJob(
+        name=row.name, weight=1.0, profile=profile, min_nodes=nodes, step_flop=None, step_seconds=given.step_seconds,
+        checkpoint_interval=given.checkpoint_interval, submit=row.submit - start, flop=rate * row.seconds,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- a real job's event log
+
+
+def _events(reader: _Reader) -> Trace:
+    """The job of an event log with the failures that it met; ``metrics.jsonl`` beside it tells its steps."""
+    events = [Event.from_json(line) for line in _json_lines(reader.path)]
+    metrics = list(_json_lines(reader.path.parent / "metrics.jsonl"))
+    for number, (one, other) in enumerate(itertools.pairwise(events), start=2):
+        if other.time < one.time:
+            raise reader.fail(number, "time", other.time, "times out of order, the line before is later")
+    if not events or not metrics:
+        raise BadInputError(f"{reader.path}: an event log and its metrics.jsonl are needed, one of them is empty")
+    found = account(events, metrics, events[-1].time)
+    workers = max(int(line["workers"]) for line in metrics)
+    if workers > reader.cluster.nodes * reader.cluster.gpus_per_node or found.healthy_step <= 0:
+        raise BadInputError(f"{reader.path}: the job had {workers} workers and a step of {found.healthy_step} s; "
+                            "give the scenario as many GPUs")  # fmt: skip
+    counts = range(1, workers + 1)
+    # One FLOP a step: rates are steps per second, in proportion to the ranks where no other size was measured.
+    rates = {count: count / workers / found.healthy_step for count in counts}
+    profile = ThroughputProfile.of(rates, {count: Layout(data=count) for count in counts})
+    given = reader.parameters.training
+    job = TrainingJob(
+        name=str(next((event.job for event in events if event.job), "job")), weight=1.0, profile=profile, min_nodes=1,
+        step_flop=1.0, step_seconds=found.healthy_step, submit=0.0, flop=float(found.steps_kept),
+        checkpoint_interval=given.checkpoint_interval,
+    )  # fmt: skip
+    start = events[-1].time - found.wall
+    return Trace(jobs=(job,), failures=_faults(events, start, reader.cluster.nodes))
+
+
+def _faults(events: list[Event], start: float, nodes: int) -> tuple[Failure, ...]:
+    faults: list[Failure] = []
+    cause = "unknown"
+    for event in events:
+        if event.action == Action.SEVERITY_DECIDED:
+            cause = str(event.details.get("name", event.details.get("cause", "unknown")))
+        if event.action == Action.FAULT_DETECTED:
+            occurred = event.details.get("occurred", event.time)
+            time = float(occurred) if isinstance(occurred, (int, float)) else event.time
+            rank = event.details.get("rank")
+            node = int(rank) % nodes if isinstance(rank, int) else 0
+            faults.append(Failure(time=max(0.0, time - start), nodes=(node,),
+                                  cause=cause if cause in TABLE else "exited_abnormally"))  # fmt: skip
+    return tuple(faults)
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{path}: cannot be read ({one_line(error)})") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+            if path.name != "metrics.jsonl":
+                Event.from_json(found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInputError(f"{path}:{number}: not a line of such a log ({one_line(error)})") from error
+        yield found
