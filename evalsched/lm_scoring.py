@@ -138,6 +138,8 @@ def score_job(job: ScoreJob, recording: Recording, answers: Mapping[RequestId, R
     flags = _with_true_ids(collect(requests, answers), job)
     output = Path(job.output)
     output.mkdir(parents=True, exist_ok=True)
+    for left in output.glob(".scoring.*"):  # of a scoring that was killed; one results folder has one scorer
+        shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(dir=output, prefix=".scoring."))
     try:
         tracker = EvaluationTracker(output_path=str(scratch / "results.json"))

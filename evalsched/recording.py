@@ -10,6 +10,7 @@ first and runs ``python -m evalsched.recording`` only when there is nothing to b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -325,6 +326,7 @@ def record(job: RecordJob, root: Path | None = None) -> Recording:
         recorded = record_requests(job)
     base = root or recordings_folder()
     base.mkdir(parents=True, exist_ok=True)
+    tidy(base, time.time())
     by_task: dict[str, list[Any]] = {task.task: [] for task in recorded.tasks}
     for request in recorded.requests:
         by_task[request.task].append([*request.id, request.digest])
@@ -353,6 +355,24 @@ def record(job: RecordJob, root: Path | None = None) -> Recording:
         "seconds": time.monotonic() - started,
     }
     return load_recording(_keep(base, key, description, recorded.requests))
+
+
+KEPT_RECORDINGS = 500
+_ABANDONED_SECONDS = 3600.0
+
+
+def tidy(base: Path, now: float) -> None:
+    """Drop what a killed recording left behind, and the oldest recordings beyond :data:`KEPT_RECORDINGS`."""
+    ages: list[tuple[float, Path]] = []
+    for folder in base.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process tidies too
+            age = now - folder.stat().st_mtime
+            if not folder.name.startswith("."):
+                ages.append((age, folder))
+            elif age > _ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+    for _, folder in sorted(ages)[KEPT_RECORDINGS:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep(base: Path, key: str, description: Mapping[str, Any], requests: Iterable[Request]) -> Path:

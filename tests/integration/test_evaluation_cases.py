@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -421,3 +422,13 @@ def test_two_recordings_at_once_leave_one(world: Any, tmp_path: Path) -> None:
         one, two = pool.map(lambda _: record_in_subprocess(job), range(2))
     assert one.requests() == two.requests()
     assert [path.name for path in one.folder.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_what_a_killed_recording_leaves_is_tidied_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording_module, "KEPT_RECORDINGS", 2)
+    for age, name in enumerate((".key.left", ".key.running", "newest", "middle", "oldest")):
+        (tmp_path / name).mkdir()
+        seconds = 1e6 - (7200 if name == ".key.left" else age)
+        os.utime(tmp_path / name, (seconds, seconds))
+    recording_module.tidy(tmp_path, 1e6)
+    assert {path.name for path in tmp_path.iterdir()} == {".key.running", "newest", "middle"}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from evalsched.ledger import Ledger, sqlite_url
-from evalsched.recording import RecordJob, record_in_subprocess
+from evalsched.recording import RecordJob, find_recording, record
 from evalsched.scoring import ScoreJob, score, write_answers
 from evalsched.shards import cut
 from evalsched.types import EvalSettings
@@ -77,7 +77,8 @@ def _run_stock(root: Path, tasks: Path, tokenizer: Path) -> None:
 
 
 def _ours(settings: EvalSettings, tokenizer: Path, output: Path, shards: int, rng: random.Random) -> None:
-    recording = record_in_subprocess(RecordJob(settings=settings, tokenizer=str(tokenizer)))
+    job = RecordJob(settings=settings, tokenizer=str(tokenizer))
+    recording = find_recording(job) or record(job)
     requests = recording.requests()
     pieces = cut(requests, lambda request: 1.0, len(requests) / shards)
     assert min(shards, 5) <= len(pieces) <= shards + 1  # scoring and generation do not share a shard
