@@ -7,12 +7,16 @@ from typing import Any
 
 from planner.ettr import LOSSES
 
+WIDTH = 170
+"""Columns that the widest table needs."""
+
 
 def print_tables(document: Mapping[str, Any]) -> None:
     """Policies side by side, then where the rest of the time went."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True, highlight=False)
+    # A table that is cut off hides figures: wider than the terminal is better (pipe it to less -S).
+    console = Console(highlight=False, width=max(WIDTH, Console().width))
     _print(console, f"{document['scenario']}, seed {document['seed']}", document["policies"])
     second = document.get("with_evaluation")
     if second:
@@ -27,7 +31,7 @@ def print_tables(document: Mapping[str, Any]) -> None:
 def _print(console: Any, title: str, policies: Mapping[str, Mapping[str, Any]]) -> None:
     from rich.table import Table
 
-    table = Table(title=title)
+    table = Table(title=title, box=None, title_justify="left")
     table.add_column("policy", no_wrap=True)
     heads = (
         "accumulated WAF (FLOP)", "ETTR", "useful FLOP/GPU-h", "GPU-h", "cost", "makespan (s)", "p50 (s)", "p95", "p99",
@@ -44,7 +48,7 @@ def _print(console: Any, title: str, policies: Mapping[str, Mapping[str, Any]]) 
             f"{entry['utilisation']:.1%}",
         )  # fmt: skip
     console.print(table)
-    losses = Table(title="share of the wall time lost")
+    losses = Table(title="share of the wall time lost", box=None, title_justify="left")
     losses.add_column("policy", no_wrap=True)
     shown = [name for name in LOSSES if any(entry["losses"][name] > 0 for entry in policies.values())]
     for name in shown:
@@ -63,7 +67,9 @@ def _between(entry: Mapping[str, float], digits: str) -> str:
 def _print_cells(console: Any, cells: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    table = Table(title="shared pool against fixed partitions (mean and 95% interval over seeds)")
+    table = Table(
+        title="shared pool against fixed partitions (mean and 95% interval over seeds)", box=None, title_justify="left"
+    )
     heads = (
         "failure rate", "load", "nodes", "gain over sized", "p95 shared (s)", "p95 sized (s)", "as quick",
         "gain over it",
@@ -85,7 +91,7 @@ def _print_cells(console: Any, cells: list[dict[str, Any]]) -> None:
 def _print_rules(console: Any, rules: Mapping[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table(title="rules of lending in the reference cell")
+    table = Table(title="rules of lending in the reference cell", box=None, title_justify="left")
     table.add_column("rule", no_wrap=True)
     for head in ("useful FLOP/GPU-h", "p95 latency (s)"):
         table.add_column(head, justify="right", no_wrap=True)

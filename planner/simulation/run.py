@@ -38,6 +38,7 @@ def build_world(
     if scenario.trace is not None:
         trace = read_trace(scenario.trace, Path(where).parent, cluster, parameters)
         jobs += trace.jobs
+        parameters = trace.parameters or parameters
     failures = trace.failures
     if failures is None:
         failures = draw(scenario.failures, cluster, scenario.horizon_seconds, parameters, seed)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import BadInputError, one_line
-from planner.ettr import account
-from planner.events import Action, Event
+from planner.ettr import Account, account
+from planner.events import Action, Event, JobState
 from planner.severity import TABLE
 from planner.simulation.failures import Failure
 from planner.simulation.parameters import Parameters
@@ -44,6 +44,8 @@ class Trace:
     """Failures that really happened, where the file tells; None leaves them to the scenario."""
     skipped: int = 0
     """Jobs of other kinds."""
+    parameters: Parameters | None = None
+    """Parameters as the file's own job measured them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +224,35 @@ def _events(reader: _Reader) -> Trace:
         checkpoint_interval=given.checkpoint_interval,
     )  # fmt: skip
     start = events[-1].time - found.wall
-    return Trace(jobs=(job,), failures=_faults(events, start, reader.cluster.nodes))
+    return Trace(
+        jobs=(job,), failures=_faults(events, start, reader.cluster.nodes),
+        parameters=_measured(reader.parameters, found, events),
+    )  # fmt: skip
+
+
+def _measured(parameters: Parameters, found: Account, events: list[Event]) -> Parameters:
+    """The parameters of healing as this job met them: each category's seconds over the times that it happened."""
+    lost = found.losses
+
+    def each(category: str, *happened: Action) -> float:
+        return lost[category] / max(1, sum(event.action in happened for event in events))
+
+    starts = max(1, sum(event.action == Action.JOB_STATE and event.new == JobState.STARTING for event in events))
+    detect = each("detect", Action.FAULT_DETECTED)
+    tiers = dict.fromkeys(("node_health", "process_supervision", "exception_propagation"), detect)
+    steps = {"statistics_steps": detect / found.healthy_step}
+    healing = {
+        "decide": each("decide", Action.FAULT_DETECTED), "join": 0.0, "process_start": lost["start"] / starts,
+        "load_peer": lost["load"] / starts, "stall_share": lost["checkpoint_stall"] / found.wall,
+    }  # fmt: skip
+    reform = {"base": each("reallocate", Action.REFORM_COMPLETED), "per_gpu": 0.0}
+    return parameters.model_copy(
+        update={
+            "detection": parameters.detection.model_copy(update=tiers | steps),
+            "planaria": parameters.planaria.model_copy(update=healing),
+            "communicators": parameters.communicators.model_copy(update=reform),
+        }
+    )
 
 
 def _faults(events: list[Event], start: float, nodes: int) -> tuple[Failure, ...]:
