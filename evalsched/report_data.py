@@ -332,16 +332,12 @@ _MARKED = {
 
 def markers(events: Iterable[Event]) -> list[Marker]:
     """Events that belong on a curve over steps; a fault that was injected is not shown again when it is detected."""
+    marked = [e for e in events if e.action in _MARKED and isinstance(e.details.get("step"), (int, float))]
+    injected = {int(e.details["step"]) for e in marked if e.action is Action.FAULT_INJECTED}
     found: list[Marker] = []
-    injected: set[int] = set()
-    for event in events:
-        kind = _MARKED.get(event.action)
-        step = event.details.get("step")
-        if kind is None or not isinstance(step, (int, float)):
-            continue
-        if event.action is Action.FAULT_INJECTED:
-            injected.add(int(step))
-        elif event.action is Action.FAULT_DETECTED and any(abs(int(step) - other) <= 1 for other in injected):
+    for event in marked:
+        kind, step = _MARKED[event.action], event.details["step"]
+        if event.action is Action.FAULT_DETECTED and any(abs(int(step) - other) <= 1 for other in injected):
             continue
         found.append(Marker(step=float(step), label=_marker_label(event), kind=kind))
     return found

@@ -306,7 +306,7 @@ def _fault_rows(data: ReportData) -> list[dict[str, Any]]:
             details = event.details
             rows.append(
                 {
-                    "step": details.get("step", ""),
+                    "step": details.get("fault_step", details.get("step", "")),
                     "what": details.get("kind") or details.get("cause") or event.reason,
                     "rank": details.get("rank", ""),
                     "cure": details.get("cure", ""),
