@@ -59,7 +59,12 @@ def build(raw: dict[str, Any], folder: Path) -> Any:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def join(*_: Any, **__: Any) -> None:
-        dist.init_process_group("gloo")
+        # With torchrun's own store gloo meets the keys of the last attempt and waits for ever (torch 2.13).
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=world
+        )
         parallel_state.initialize_model_parallel(1, 1)
 
     parallel.join = join
