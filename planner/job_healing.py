@@ -79,7 +79,10 @@ def begin(turn: Turn, broken: Iterable[int] = (), *, end_broken: bool = False, o
     for node in _nodes(job.alive()):
         turn.do(Send(node, TellRanks(job=job.id, incarnation=job.incarnation, message=order)))
     if end_broken:
-        _end(turn, [rank for rank in job.alive() if rank.rank in ranks])
+        hung = [rank for rank in job.alive() if rank.rank in ranks]
+        for rank in hung:
+            rank.doomed = rank.hung = True
+        _end(turn, hung, capture_stack=True)
 
 
 def left(turn: Turn, rank: RankRecord, message: object) -> None:
@@ -113,17 +116,21 @@ def settle(turn: Turn) -> None:
         hung = [rank for rank in alive if not (rank.left or rank.doomed)]
         for rank in hung:
             turn.tell(Action.RANK_HUNG, reason="it did not leave the collective", rank=rank.rank, node=rank.node)
+            rank.doomed = rank.hung = True
         job_faults.note_silent(turn, hung)
-        _end(turn, hung)
-        job.due = turn.now + REFORM_SECONDS
+        # Its peers have shut their connections to it, so nobody need wait until it is gone.
+        _end(turn, hung, capture_stack=True)
+        _decide(turn)
 
 
-def _end(turn: Turn, ranks: Sequence[RankRecord]) -> None:
+def _end(turn: Turn, ranks: Sequence[RankRecord], *, capture_stack: bool = False) -> None:
     """SIGKILL these ranks; their exits are reported as ever."""
     job = turn.job
     for node in _nodes(ranks):
         numbers = [rank.rank for rank in ranks if rank.node == node]
-        order = StopRanks(job=job.id, incarnation=job.incarnation, grace_seconds=0.0, ranks=numbers)
+        order = StopRanks(
+            job=job.id, incarnation=job.incarnation, grace_seconds=0.0, ranks=numbers, capture_stack=capture_stack
+        )
         turn.do(Send(node, order))
 
 
@@ -148,7 +155,7 @@ def _decide(turn: Turn) -> None:
         job_faults.act(turn)
         return
     after, names = survivors
-    _end(turn, [rank for rank in job.alive() if rank.rank not in names])
+    _end(turn, [rank for rank in job.alive() if rank.rank not in names and not rank.hung])
     order(turn, after, names, reason=f"heals without ranks {sorted(lost)}" if lost else "retries in place")
 
 

@@ -39,6 +39,8 @@ class RankRecord(Record):
     """It is out of its collective and waits for the order to re-form."""
     doomed: bool = False
     """It said that an exception ends it: it is as good as gone."""
+    hung: bool = False
+    """It hangs: it is being ended, after its stack was captured."""
     reformed: bool = True
     """It is part of the incarnation; False between the order to re-form and its word that it did."""
     since: float = 0.0

@@ -326,6 +326,8 @@ class StopRanks(Message):
     grace_seconds: float
     ranks: list[int] | None = None
     """Only these; None: all."""
+    capture_stack: bool = False
+    """They hang: write their stacks into their logs before they are killed, without grace."""
 
 
 class TellRanks(Message):

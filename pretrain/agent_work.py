@@ -40,6 +40,7 @@ from planner.store import ClusterStore
 from pretrain.agent_devices import Devices
 from pretrain.agent_processes import Launch, ProcessTable, Watched
 from pretrain.agent_socket import RankChannel
+from pretrain.watchdog import dump_and_kill
 
 if TYPE_CHECKING:
     from pretrain.agent import AgentSettings
@@ -219,7 +220,12 @@ class AgentWork:
     def stop_ranks(self, command: StopRanks) -> None:
         """End all ranks of an incarnation; those that are gone already are no error."""
         for process in self._ranks(command.job, command.incarnation):
-            if command.ranks is None or int(process.about["rank"]) in command.ranks:
+            if command.ranks is not None and int(process.about["rank"]) not in command.ranks:
+                continue
+            if command.capture_stack:
+                process.asked = True
+                dump_and_kill(process.pid, process.pidfd, process.log)
+            else:
                 self._table.end(process, command.grace_seconds)
 
     def tell_ranks(self, command: TellRanks) -> None:

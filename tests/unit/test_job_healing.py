@@ -193,9 +193,11 @@ def test_a_rank_that_does_not_leave_is_ended() -> None:
         play.left(rank)
     assert not play.orders()
     play.do(Tick(), later=1.0)
-    assert play.sent(StopRanks)[-1].ranks == [2]
-    play.exit(2)
-    assert play.orders()[-1].ranks == {0: 0, 1: 1, 3: 2}
+    stop = play.sent(StopRanks)[-1]
+    assert (stop.ranks, stop.capture_stack) == ([2], True)
+    assert play.orders()[-1].ranks == {0: 0, 1: 1, 3: 2}, "the others need not wait until it is gone"
+    play.exit(2, incarnation=1)
+    assert play.job.parting == []
     assert play.job.fault is not None
     assert play.job.fault.cause == "task_hang"
     assert play.job.fault.rank == 2, "not the rank that was found late, but the one that did not leave"
