@@ -18,9 +18,8 @@ def print_tables(document: Mapping[str, Any]) -> None:
     # A table that is cut off hides figures: wider than the terminal is better (pipe it to less -S).
     console = Console(highlight=False, width=max(WIDTH, Console().width))
     _print(console, f"{document['scenario']}, seed {document['seed']}", document["policies"])
-    second = document.get("with_evaluation")
-    if second:
-        _print(console, f"{document['scenario']} with evaluation", second["policies"])
+    if document.get("variants"):
+        _print(console, "variants", document["variants"])
     for name, ratio in document.get("speedup", {}).items():
         console.print(f"{name}: {ratio:.2f} x as quick as one job per dataset")
     if document.get("cells"):

@@ -38,9 +38,8 @@ def page(document: Mapping[str, Any]) -> str:
     """The page's text; it needs nothing from the network."""
     title = escape(f"Simulation of {document['scenario']}, seed {document['seed']}")
     parts = [f"<h1>{title}</h1>", *_section(document["policies"], "")]
-    second = document.get("with_evaluation")
-    if second:
-        parts += ["<h2>The same trace with evaluation</h2>", *_section(second["policies"], " (with evaluation)")]
+    if document.get("variants"):
+        parts += ["<h2>Variants</h2>", *_section(document["variants"], " (variants)")]
     if document.get("cells"):
         parts += ["<h2>Cells</h2>", _cells(document["cells"]), _figure(_sweep(document["cells"]))]
     if document.get("lending_rules"):

@@ -13,7 +13,7 @@ from planner.simulation.failures import draw
 from planner.simulation.parameters import Parameters, read_parameters
 from planner.simulation.policies import policy
 from planner.simulation.policies.unicron import Unicron
-from planner.simulation.scenario import ClusterScenario, EvaluationSpec, SweepScenario, TrialScenario, read_scenario
+from planner.simulation.scenario import ClusterScenario, SweepScenario, TrialScenario, read_scenario
 from planner.simulation.sweep import run_sweep
 from planner.simulation.traces import Trace, read_trace
 from planner.simulation.trials import run_trials
@@ -24,9 +24,7 @@ SAMPLES = 200
 PERCENTILES = (50, 95, 99)
 
 
-def build_world(
-    scenario: ClusterScenario, parameters: Parameters, seed: int, where: str, evaluation: EvaluationSpec | None
-) -> World:
+def build_world(scenario: ClusterScenario, parameters: Parameters, seed: int, where: str) -> World:
     """What all policies share: jobs with their rates, the failures, the evaluation demand.
 
     Raises:
@@ -45,9 +43,11 @@ def build_world(
     spec = scenario.failures
     expected = spec.permanent + spec.transient + spec.preemptions + spec.switch
     gpus = cluster.nodes * cluster.gpus_per_node
+    asked = scenario.evaluation
+    demand = Demand(asked, gpus, len(jobs), parameters, seed) if asked else None
     return World(
         cluster=cluster, jobs=jobs, failures=failures, horizon=scenario.horizon_seconds, parameters=parameters,
-        demand=Demand(evaluation, gpus, len(jobs), parameters, seed) if evaluation else None, reports=trace.reports,
+        demand=demand, reports=trace.reports,
         mtbf_gpu_hours=gpus * scenario.horizon_seconds / 3600 / max(expected, 1.0),
     )  # fmt: skip
 
@@ -60,7 +60,7 @@ def run_policy(world: World, name: str, samples: int = 0) -> Outcome:
 
 def run_cluster(scenario: ClusterScenario, parameters: Parameters, seed: int, where: str) -> dict[str, Any]:
     """All policies of a scenario on one trace."""
-    world = build_world(scenario, parameters, seed, where, scenario.evaluation)
+    world = build_world(scenario, parameters, seed, where)
     document: dict[str, Any] = {
         "scenario": scenario.name,
         "seed": seed,
@@ -71,11 +71,6 @@ def run_cluster(scenario: ClusterScenario, parameters: Parameters, seed: int, wh
     if "unicron" in scenario.policies:
         one = Simulation(world, Unicron(parameters, one_at_a_time=True), SAMPLES).run()
         document["variants"] = {"unicron-one-job-at-a-time": figures(one)}
-    if scenario.with_evaluation is not None:
-        world = build_world(scenario, parameters, seed, where, scenario.with_evaluation)
-        document["with_evaluation"] = {
-            "policies": {name: figures(run_policy(world, name, SAMPLES)) for name in scenario.with_evaluation_policies}
-        }
     return document
 
 

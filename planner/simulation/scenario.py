@@ -198,13 +198,6 @@ class ClusterScenario(Settings):
     """Evaluation demand; none when left out."""
     policies: Annotated[list[Literal[POLICIES]], Field(min_length=1)]  # type: ignore[valid-type]
     """Policies to compare on one and the same trace."""
-    with_evaluation: EvaluationSpec | None = None
-    """The same trace a second time with evaluation demand, under ``with_evaluation_policies``."""
-    with_evaluation_policies: list[Literal["planaria", "fixed-partition", "one-job-per-dataset"]] = [
-        "planaria",
-        "fixed-partition",
-    ]
-    """Policies of the second run."""
 
     @model_validator(mode="after")
     def _fits(self) -> ClusterScenario:

@@ -102,7 +102,7 @@ def _of_cell(scenario: SweepScenario, cell: Cell, where: str) -> ClusterScenario
 def _world(scenario: ClusterScenario, parameters: Parameters, seed: int, where: str, memory: PlanMemory) -> World:
     from planner.simulation.run import build_world
 
-    return replace(build_world(scenario, parameters, seed, where, scenario.evaluation), memory=memory)
+    return replace(build_world(scenario, parameters, seed, where), memory=memory)
 
 
 def _runs(worlds: Sequence[World], name: str, nodes: int | None = None) -> list[Outcome]:

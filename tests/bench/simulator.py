@@ -1,0 +1,109 @@
+"""The simulator's figures (issue "The simulator"): speed, and each claim of docs/reproduction.md."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from planner.simulation.parameters import default_path
+from planner.simulation.run import simulate
+from tests.bench.figures import Figure
+
+SCENARIOS = default_path().parent
+
+
+def measure(quick: bool = False) -> list[Figure]:
+    """All figures; ``quick`` takes fewer seeds and leaves the sweep out."""
+    seeds = 3 if quick else 20
+    figures = [*_speed(), *_traces(seeds), *_llama(1 if quick else 5), *_trials()]
+    return figures if quick else [*figures, *_sweep()]
+
+
+def _timed(path: Path) -> tuple[float, dict[str, Any]]:
+    started = time.process_time()
+    document = simulate(path)
+    return time.process_time() - started, document
+
+
+def _speed() -> list[Figure]:
+    small, first = _timed(SCENARIOS / "trace-a.yaml")
+    large, _ = _timed(SCENARIOS / "llama3-16k.yaml")
+    again = simulate(SCENARIOS / "trace-a.yaml")
+    same = json.dumps(first) == json.dumps(again)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return [
+        Figure(
+            name="8 weeks × 128 GPUs × 6 jobs, 8 policies, CPU", value=small, unit="s", bar="< 5 s", reached=small < 5
+        ),
+        Figure(name="54 days × 16,384 GPUs, 3 policies, CPU", value=large, unit="s", bar="< 60 s", reached=large < 60),
+        Figure(name="peak memory", value=memory, unit="GiB", bar="< 2 GiB", reached=memory < 2),
+        Figure(name="same seed, same bytes", value=float(same), unit="", bar="1", reached=same),
+    ]
+
+
+def _ratio(name: str, values: list[float], bar: float, note: str = "") -> Figure:
+    mean = statistics.mean(values)
+    return Figure(name=name, value=mean, unit="×", bar=f"≥ {bar:g} ×", reached=mean >= bar, runs=len(values),
+                  low=min(values), high=max(values), note=note)  # fmt: skip
+
+
+def _traces(seeds: int) -> list[Figure]:
+    figures = []
+    for name, bar in (("trace-a", 1.2), ("trace-b", 1.9)):
+        runs = [simulate(SCENARIOS / f"{name}.yaml", seed)["policies"] for seed in range(1, seeds + 1)]
+        for other, least in (("megatron-restart", bar), ("unicron", 1.0), ("oobleck", 0.0), ("varuna", 0.0),
+                             ("bamboo", 0.0), ("recycle", 0.0)):  # fmt: skip
+            values = [run["planaria"]["accumulated_waf"] / run[other]["accumulated_waf"] for run in runs]
+            figures.append(_ratio(f"{name}: accumulated WAF against {other}", values, least))
+        runs = [
+            simulate(SCENARIOS / f"{name}-evaluation.yaml", seed)["policies"] for seed in range(1, min(seeds, 3) + 1)
+        ]
+        values = [run["planaria"]["accumulated_waf"] / run["fixed-partition"]["accumulated_waf"] for run in runs]
+        figures.append(_ratio(f"{name} with evaluation: against Unicron and a partition", values, 1.05))
+    return figures
+
+
+def _llama(seeds: int) -> list[Figure]:
+    values = [
+        simulate(SCENARIOS / "llama3-16k.yaml", seed)["policies"]["planaria"]["ettr"] for seed in range(1, seeds + 1)
+    ]
+    mean = statistics.mean(values)
+    return [
+        Figure(name="Llama-3-like trace: ETTR", value=mean, unit="", bar="≥ 0.97", reached=mean >= 0.97,
+               runs=len(values), low=min(values), high=max(values))
+    ]  # fmt: skip
+
+
+def _trials() -> list[Figure]:
+    figures = []
+    for nodes, acme, bar in ((1, 1.3, 1.6), (4, 1.8, 2.5)):
+        document = simulate(SCENARIOS / f"acme-eval-{nodes}node.yaml")
+        speedup = document["speedup"]
+        figures.append(_ratio(f"63 datasets, {nodes} node(s): Acme's own method against its baseline",
+                              [speedup["fixed-partition"]], acme, f"theirs {acme} ×"))  # fmt: skip
+        figures.append(_ratio(f"63 datasets, {nodes} node(s): ours against the baseline", [speedup["planaria"]], bar))
+        over = document["policies"]["planaria"]["makespan_seconds"] / document["lower_bound_seconds"] - 1
+        figures.append(Figure(name=f"63 datasets, {nodes} node(s): makespan over the lower bound", value=100 * over,
+                              unit="%", bar="≤ 5 %", reached=over <= 0.05, note="start included"))  # fmt: skip
+    return figures
+
+
+def _sweep() -> list[Figure]:
+    document = simulate(SCENARIOS / "joint-sweep.yaml")
+    figures = []
+    for cell in document["cells"]:
+        name = f"rate {cell['failure_rate']:g}, load {cell['evaluation_load']:g}, {cell['nodes']} nodes"
+        for what, gain in (
+            ("sized partition", cell["gain_over_fixed_partition"]),
+            ("best partition as quick", (cell["best_partition_as_quick"] or {}).get("gain")),
+        ):
+            if gain is not None:
+                figures.append(
+                    Figure(name=f"sharing against {what}: {name}", value=gain["mean"], unit="×", bar="≥ 1.15 ×",
+                           reached=gain["mean"] >= 1.15, runs=document["seeds"], low=gain["low"], high=gain["high"])
+                )  # fmt: skip
+    return figures
