@@ -85,7 +85,8 @@ class LoopRunner:
         except Exception as error:
             return self._crashed(error)
         self._crashes = 0
-        return TICK_SECONDS
+        # A loop that waits for its own messages inside a tick is ticked again at once.
+        return float(getattr(self._loop, "pause_seconds", TICK_SECONDS))
 
     def _crashed(self, error: Exception) -> float:
         self._crashes += 1

@@ -15,6 +15,7 @@ they do once.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ ROUND_SECONDS = 1.0
 BLOCK_SECONDS = 0.2
 """Longest wait for reports; leases and time are looked at as often."""
 ACCOUNT_SECONDS = 5.0
-"""Seconds between two accounts of a job's time."""
+"""Least seconds between two accounts of a job's time."""
 
 
 def checkpoint_folder(config: PretrainConfig, folder: Path) -> Path:
@@ -80,6 +81,9 @@ class Supervisor:
         state_dir: jobs' folders are below it.
     """
 
+    pause_seconds = 0.0
+    """A tick waits for reports by itself, so the next one follows at once."""
+
     def __init__(self, store: ClusterStore, state_dir: Path) -> None:
         if store.secret is None:
             raise MissingServiceError("the supervisor needs the cluster secret")
@@ -90,7 +94,7 @@ class Supervisor:
         self._leases: dict[str, tuple[Lease, ...]] = {}
         self._watches: dict[str, JobWatch] = {}
         self._demands: dict[str, Any] = {}
-        self._accounted: dict[str, float] = {}
+        self._account_due: dict[str, float] = {}
         self._exporter = Exporter()
         self._last_round = 0.0
         self._requests = store.position(f"{READER}:requests")
@@ -284,7 +288,10 @@ class Supervisor:
 
     def _apply(self, record: JobRecord, events: list[JobEvent], now: float, cursor: str) -> None:
         """Decide and commit; a record that did not change is not written again."""
-        decision = job_machine.decide_all(record, events, now)
+        try:
+            decision = job_machine.decide_all(record, events, now)
+        except Exception:
+            decision = self._without_the_poisonous(record, events, now)
         self._jobs[record.id] = decision.job
         reported = len(events) > 2 or not all(isinstance(event, (Holding, Tick)) for event in events)
         if decision.actions or decision.job != record:
@@ -292,6 +299,23 @@ class Supervisor:
         elif reported:
             decision.job.cursor = cursor
         self._ask(decision.job)
+
+    def _without_the_poisonous(self, record: JobRecord, events: list[JobEvent], now: float) -> job_machine.Decision:
+        """The same decision, leaving out each event that the machine cannot take: one job's trouble stays its own."""
+        job, actions = record, list[JobAction]()
+        for event in events:
+            try:
+                decision = job_machine.decide(job, event, now)
+            except Exception as error:
+                reason = one_line(f"{type(event).__name__}: {type(error).__name__}: {error}")[:500]
+                self._store.tell(
+                    Action.MESSAGE_REFUSED, job=record.id, source="supervisor", reason=reason,
+                    traceback=traceback.format_exc()[-4000:],
+                )  # fmt: skip
+                continue
+            job = decision.job
+            actions += decision.actions
+        return job_machine.Decision(job, tuple(actions))
 
     def _commit(self, record: JobRecord, actions: Sequence[JobAction], cursor: str) -> None:
         folder = JobFolder(Path(record.folder))
@@ -425,14 +449,16 @@ class Supervisor:
         """ETTR of each job, from its events and metrics alone."""
         now = self._store.clock.time()
         for job, record in self._jobs.items():
-            due = record.over or now - self._accounted.get(job, 0.0) >= ACCOUNT_SECONDS
+            due = record.over or now >= self._account_due.get(job, 0.0)
             if record.accounted or not due:
                 continue
-            self._accounted[job] = now
+            began = time.monotonic()
             record.accounted = record.over
             if record.started is not None:
                 found = account(Path(record.folder), now, record.settings.workers.max)
                 record.ettr, record.ettr_losses = found.ettr, dict(found.losses)
+            # A long job's files take longer to read, so they are read less often.
+            self._account_due[job] = now + max(ACCOUNT_SECONDS, 50.0 * (time.monotonic() - began))
             self._store.put_job(job, record.to_store())
 
 
