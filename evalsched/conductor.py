@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from evalsched.costs import CostModel
+from evalsched.dispatches import Dispatches
 from evalsched.feeding import MAX_ATTEMPTS, OutView, WorkerView, assign
 from evalsched.finishing import check_shard, note_check, record_somewhere, score_run, score_somewhere
 from evalsched.ledger import Ledger
-from evalsched.messages import ANSWERS, RUN_SHARD, WARM, Answers, Ended, Left, RunShard, Warm, infer_queue
+from evalsched.messages import ANSWERS, Answers, Ended, Left
 from evalsched.metric_desk import MetricDesk
 from evalsched.models import ModelFacts
 from evalsched.roster import Roster, stands_still
 from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare, shard_costs
 from evalsched.scoring import ScoreJob, ScoreOutcome
 from evalsched.shards import cut
-from evalsched.types import Response, Shard, digest_of
+from evalsched.types import Response, digest_of
 from planner.errors import BadInputError, FencedError, MissingServiceError, PlanariaError, one_line
 from planner.events import Action, TrialState
 from planner.store import ClusterStore
@@ -38,6 +38,8 @@ from planner.worker_table import WorkerTable
 log = logging.getLogger("planaria.evaluation")
 
 SHORTEST_SHARD = 0.3
+LAST_WORD_SECONDS = 2.0
+"""How long a run whose requests are all answered waits for its shards to say that they ended."""
 _TICK_RESPONSES = 400
 
 
@@ -67,14 +69,13 @@ class Conductor:
         self.ledger = ledger
         self.table = WorkerTable(store.link.call)
         self.runs: dict[str, Run] = {}
-        self.out: dict[str, OutShard] = {}
+        self.dispatches = Dispatches(self.table, app)
         self.roster = Roster(self.table)
         self.expected_workers = 1
-        self._app = app
         self._device = device
         self._kill = kill_worker
         self._reader = "evaluation.responses"
-        self.desk = MetricDesk(self.table, self._send_to, lambda: self.roster.metric())
+        self.desk = MetricDesk(self.table, self.dispatches.post, lambda: self.roster.metric())
         self._scorer = scorer
         self._position = store.position(self._reader)
         self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="evaluation")
@@ -95,15 +96,7 @@ class Conductor:
 
     def restore(self) -> None:
         """Take up what an earlier conductor left: its runs, and the shards that live workers still have."""
-        for name, record in self.table.dispatches().items():
-            if "metric" in record:  # whoever waited for it is gone
-                self.table.drop_dispatches([name])
-                continue
-            shard = Shard.from_json(record["shard"])
-            self.out[name] = OutShard(
-                dispatch=name, run=record["run"], worker=record["worker"], shard=shard, sent=record["sent"],
-                attempts=record["attempts"], check=record.get("check", False),
-            )  # fmt: skip
+        self.dispatches.restore()
         for record in self.table.runs().values():
             self.add(RunSpec.from_json(record))
 
@@ -166,6 +159,11 @@ class Conductor:
         self._feed(now)
 
     @property
+    def out(self) -> dict[str, OutShard]:
+        """Dispatches that are out, by id."""
+        return self.dispatches.out
+
+    @property
     def idle(self) -> bool:
         """Whether every run is over."""
         return all(run.over for run in self.runs.values())
@@ -180,29 +178,46 @@ class Conductor:
         """Read what workers said; write it down; only then act on it."""
         while True:
             entries = self.store.read_responses(self._position, count=_TICK_RESPONSES)
-            if not entries:
+            ready = entries[: self._can_be_taken(entries)]
+            if not ready:
                 return
-            messages = [message for entry in entries if (message := self._understand(entry.payload)) is not None]
+            heard = [one for entry in ready if (one := self._understand(entry.payload)) is not None]
             try:
-                self._write_down(messages)
+                self._write_down(heard)
             except MissingServiceError as error:
                 log.warning("action=ledger.away reason=%s", error)  # the stream keeps them; the next tick tries again
                 return
-            for message in messages:
-                self._act(message, now)
-            self._position = entries[-1].id
+            for message, responses in heard:
+                self._act(message, responses, now)
+            self._position = ready[-1].id
             self.store.save_position(self._reader, self._position)
             self.store.trim_responses(self._position)
 
-    def _understand(self, payload: Any) -> Answers | Ended | Left | None:
+    def _can_be_taken(self, entries: Sequence[Any]) -> int:
+        """How many entries from the front can be acted on: a restored run must be prepared before its answers are.
+
+        What metric workers say is handed on at once: preparing may wait for it.
+        """
+        blocked = len(entries)
+        for number, entry in enumerate(entries):
+            payload = entry.payload if isinstance(entry.payload, dict) else {}
+            run = self.runs.get(str(payload.get("run")))
+            if payload.get("kind") == "ended" and self.desk.waits_for(str(payload.get("dispatch"))):
+                self._understand(payload)
+            elif number < blocked and run is not None and run.prepared is None and not run.over:
+                blocked = number
+        return blocked
+
+    def _understand(self, payload: Any) -> tuple[Answers | Ended | Left, list[Response]] | None:
         if payload is None:
             return None
         try:
             message: Answers | Ended | Left = ANSWERS.validate_python(payload)
-        except ValidationError as error:
-            self.store.refuse("responses", str(payload), one_line(error)[:300])
-            return None
-        if isinstance(message, Ended) and self.desk.note(message):
+            if isinstance(message, Ended) and self.desk.note(message):
+                return None
+            responses = [Response.from_json(one) for one in message.responses] if isinstance(message, Answers) else []
+        except (ValidationError, ValueError, KeyError, TypeError) as error:
+            self.store.refuse("responses", str(payload)[:2000], one_line(error)[:300])
             return None
         if not isinstance(message, Left) and message.dispatch not in self.out:
             # A late word of a worker that was given up, or a second delivery: its shard is elsewhere by now.
@@ -211,31 +226,24 @@ class Conductor:
                 worker=message.worker,
             )  # fmt: skip
             return None
-        return message
+        return message, responses
 
-    def _write_down(self, messages: Sequence[Answers | Ended | Left]) -> None:
+    def _write_down(self, heard: Sequence[tuple[Answers | Ended | Left, list[Response]]]) -> None:
         by_worker: dict[str, dict[int, list[Response]]] = {}
-        for message in messages:
-            if not isinstance(message, Answers) or self.out[message.dispatch].check:
+        for message, responses in heard:
+            run = self.runs.get(message.run) if isinstance(message, Answers) else None
+            if run is None or run.prepared is None or not isinstance(message, Answers):
                 continue
-            run = self.runs.get(message.run)
-            if run is None or run.prepared is None:
+            if self.out[message.dispatch].check:
                 continue
-            for response in self._responses(message):
+            for response in responses:
                 trial = run.prepared.trials.get(response.id.task)
                 if trial is not None:
                     by_worker.setdefault(message.worker, {}).setdefault(trial.id, []).append(response)
         for worker, found in by_worker.items():
             self.ledger.put_responses(found, worker)
 
-    def _responses(self, message: Answers) -> list[Response]:
-        try:
-            return [Response.from_json(one) for one in message.responses]
-        except (ValueError, KeyError, TypeError) as error:
-            self.store.refuse("responses", str(message.responses)[:2000], one_line(error)[:300])
-            return []
-
-    def _act(self, message: Answers | Ended | Left, now: float) -> None:
+    def _act(self, message: Answers | Ended | Left, responses: Sequence[Response], now: float) -> None:
         if isinstance(message, Left):
             self.worker_gone(message.worker, message.reason, now, orderly=True)
             return
@@ -243,23 +251,17 @@ class Conductor:
         if out is None:
             return
         run = self.runs.get(out.run)
-        if run is None:
-            self._drop([message.dispatch])
-            return
-        if isinstance(message, Answers):
-            self._note_answers(run, out, self._responses(message), now)
-        else:
+        if run is None or run.over:
+            self.dispatches.drop([message.dispatch])
+        elif isinstance(message, Ended):
             self._note_end(run, out, message, now)
-
-    def _note_answers(self, run: Run, out: OutShard, responses: Sequence[Response], now: float) -> None:
-        if out.check:
+        elif out.check:
             note_check(run, list(responses))
         else:
-            out.answered.update(one.id for one in responses)
             run.answered((one.id for one in responses), now)
 
     def _note_end(self, run: Run, out: OutShard, message: Ended, now: float) -> None:
-        self._drop([out.dispatch])
+        self.dispatches.drop([out.dispatch])
         if message.load_seconds > 1:
             run.timings["load_seconds"] = run.timings.get("load_seconds", 0.0) + message.load_seconds
         if out.check:
@@ -286,7 +288,7 @@ class Conductor:
         if out.check:
             run.check, run.check_sent = {"problem": reason}, True
             return
-        if self._copy_elsewhere(out):
+        if self.dispatches.copies(out):
             return
         name = digest_of([run.id, out.shard.id])
         attempts = self.ledger.count_attempt(name, reason, {"run": run.id, "tasks": list(out.shard.tasks)})
@@ -308,9 +310,6 @@ class Conductor:
         )  # fmt: skip
         run.fail_task(tasks, text)
 
-    def _copy_elsewhere(self, out: OutShard) -> bool:
-        return any(one.run == out.run and one.shard.id == out.shard.id for one in self.out.values())
-
     def _narrow(self, run: Run, shard_id: str) -> None:
         """A shard of several tasks that failed is tried again task by task, so that one cannot fail the others."""
         held = run.waiting.get(shard_id)
@@ -326,10 +325,6 @@ class Conductor:
                 seconds=held.shard.seconds * len(requests) / len(held.shard.requests),
             )
             run.waiting[part.id] = replace(held, shard=part)
-
-    def _drop(self, dispatches: Iterable[str]) -> None:
-        names = [name for name in dispatches if self.out.pop(name, None) is not None]
-        self.table.drop_dispatches(names)
 
     # ------------------------------------------------------------------ work beside the ticks
 
@@ -367,7 +362,7 @@ class Conductor:
 
     def _give_up(self, run: Run, error: BaseException, now: float) -> None:
         run.error, run.ended = error, now
-        self._drop([name for name, one in self.out.items() if one.run == run.id])
+        self.dispatches.drop_run(run.id)
         self._set_state(run, TrialState.FAILED, one_line(error))
         self.table.drop_run(run.id)
 
@@ -379,16 +374,12 @@ class Conductor:
 
     def _warm(self, run: Run) -> None:
         """Let idle workers load the model while its requests are recorded."""
+        assert run.model is not None
         busy = {one.worker for one in self.out.values()}
         for worker in self.live():
             if worker not in busy:
-                self._warm_worker(worker, run)
-
-    def _warm_worker(self, worker: str, run: Run) -> None:
-        assert run.model is not None
-        message = Warm(model=run.model.ref, engine=run.spec.engine.to_json())
-        self.roster.sent_model[worker] = run.model.ref.digest
-        self._send(WARM, message.model_dump(mode="json"), worker)
+                self.roster.sent_model[worker] = run.model.ref.digest
+                self.dispatches.warm(run, worker)
 
     def _prepared(self, run: Run, found: Prepared, now: float) -> None:
         run.prepared = found
@@ -406,7 +397,7 @@ class Conductor:
         shards = cut(todo, cost.function, target, scope=run.id)
         for shard in shards:
             run.waiting[shard.id] = WaitingShard(shard=shard)
-        run.pace.begin(shard_costs([*shards, *(one.shard for one in self.out.values() if one.run == run.id)]))
+        run.pace.begin(shard_costs([*shards, *(one.shard for one in self.dispatches.of_run(run.id))]))
         run.timings["record_seconds"] = found.recording.seconds
         run.began = now
         self._quarantined_before(run)
@@ -429,11 +420,14 @@ class Conductor:
         """Move a run whose shards are through on: to the check, to scoring."""
         if run.state is not TrialState.RUNNING or run.open or run.waiting:
             return
-        if any(one.run == run.id and not one.check for one in self.out.values()):
-            self._drop([name for name, one in self.out.items() if one.run == run.id and not one.check])
+        if any(not one.check for one in self.dispatches.of_run(run.id)):
+            run.settled = run.settled or now
+            if now - run.settled < LAST_WORD_SECONDS:
+                return  # the last shard's end comes just after its last answers
+            self.dispatches.drop_run(run.id, checks=False)  # second copies of what is answered
         if run.pace.total > 0 and run.check is None and not run.check_sent and self._send_check(run, now):
             return
-        if any(one.run == run.id for one in self.out.values()):
+        if self.dispatches.of_run(run.id):
             return
         run.timings["run_seconds"] = now - run.began
         self._set_state(run, TrialState.SCORING)
@@ -495,9 +489,9 @@ class Conductor:
         """A worker is gone: what it had begun is a counted attempt (unless it left in order), the rest just waits."""
         if not self.roster.give_up(worker):
             return
-        mine = [one for one in self.out.values() if one.worker == worker]
+        mine = self.dispatches.of_worker(worker)
         begun = {one.dispatch for one in mine if not orderly and self.table.claimed(one.dispatch)}
-        self._drop([one.dispatch for one in mine])
+        self.dispatches.drop([one.dispatch for one in mine])
         for one in mine:
             run = self.runs.get(one.run)
             if run is None or run.over:
@@ -506,17 +500,10 @@ class Conductor:
                 self._failed(run, one, f"worker {worker} died: {reason}", now)
             elif one.check:
                 run.check, run.check_sent = {"problem": f"worker {worker} is gone"}, True
-            elif not self._copy_elsewhere(one):
+            elif not self.dispatches.copies(one):
                 run.take_back(one, now, count=False)
-        self._forget_queue(worker)
+        self.dispatches.forget_queue(worker)
         self.store.tell(Action.WORKER_EXITED, reason=reason, worker=worker, orderly=orderly, shards=len(mine))
-
-    def _forget_queue(self, worker: str) -> None:
-        try:
-            with self._app.connection_for_write() as connection:
-                connection.default_channel.queue_delete(infer_queue(worker))
-        except Exception as error:  # the queue of a worker that never comes back only takes room
-            log.info("action=queue.delete worker=%s reason=%s", worker, error)
 
     # ------------------------------------------------------------------ sending
 
@@ -537,14 +524,12 @@ class Conductor:
                 return
 
     def _worker_view(self, worker: str) -> WorkerView:
-        copies: dict[str, int] = {}
-        for one in self.out.values():
-            copies[one.shard.id] = copies.get(one.shard.id, 0) + 1
         mine = tuple(
-            OutView(run=one.run, shard=one.shard.id, seconds=one.shard.seconds, begun=one.begun,
-                    copies=2 if one.check else copies[one.shard.id])
-            for one in self.out.values()
-            if one.worker == worker
+            OutView(
+                run=one.run, shard=one.shard.id, seconds=one.shard.seconds, begun=one.begun,
+                copies=2 if one.check else self.dispatches.copies(one),
+            )
+            for one in self.dispatches.of_worker(worker)
         )  # fmt: skip
         return WorkerView(worker=worker, model=self.roster.model_of(worker), out=mine)
 
@@ -554,50 +539,14 @@ class Conductor:
             left = tuple(request for request in one.shard.requests if request.id in run.open)
             if one.run == run.id and one.shard.id == shard_id and left:
                 shard = replace(one.shard, requests=left)
-                self._dispatch(run, WaitingShard(shard=shard, attempts=one.attempts), worker, now, second_copy=True)
+                self._dispatch(run, WaitingShard(shard=shard, attempts=one.attempts), worker, now)
                 return
 
-    def _dispatch(
-        self,
-        run: Run,
-        waiting: WaitingShard,
-        worker: str,
-        now: float,
-        *,
-        check: bool = False,
-        second_copy: bool = False,
-    ) -> bool:
-        """Send a shard to a worker; remembered before it is sent. False: the broker is away."""
+    def _dispatch(self, run: Run, waiting: WaitingShard, worker: str, now: float, *, check: bool = False) -> bool:
         assert run.model is not None
-        out = OutShard(
-            dispatch=uuid.uuid4().hex, run=run.id, worker=worker, shard=waiting.shard, sent=now,
-            attempts=waiting.attempts, check=check, second_copy=second_copy,
-        )  # fmt: skip
-        record = {
-            "run": run.id, "worker": worker, "shard": waiting.shard.to_json(), "sent": now,
-            "attempts": waiting.attempts, "check": check,
-        }  # fmt: skip
-        message = RunShard(
-            dispatch=out.dispatch, run=run.id, model=run.model.ref, engine=run.spec.engine.to_json(),
-            shard=waiting.shard.to_json(), singly=check,
-        )  # fmt: skip
-        self.table.put_dispatch(out.dispatch, record)
-        self.out[out.dispatch] = out
-        if not self._send(RUN_SHARD, message.model_dump(mode="json"), worker):
-            self._drop([out.dispatch])
+        if not self.dispatches.send(run, waiting, worker, now, check=check):
             return False
         self.roster.sent_model[worker] = run.model.ref.digest
-        return True
-
-    def _send(self, task: str, message: dict[str, Any], worker: str) -> bool:
-        return self._send_to(task, message, infer_queue(worker))
-
-    def _send_to(self, task: str, message: dict[str, Any], queue: str) -> bool:
-        try:
-            self._app.send_task(task, args=[message], queue=queue, retry=False)
-        except Exception as error:  # kombu raises what the transport raised
-            log.warning("action=send queue=%s reason=%s", queue, one_line(error))
-            return False
         return True
 
     # ------------------------------------------------------------------ what others see

@@ -32,6 +32,10 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     version: Literal[1] = VERSION
 
+    def wire(self) -> dict[str, Any]:
+        """As plain JSON values; what is large is plain already and is not copied."""
+        return {name: value.model_dump() if isinstance(value, BaseModel) else value for name, value in self}
+
 
 class ModelRef(BaseModel):
     """Which model: where it lies and what it must be."""

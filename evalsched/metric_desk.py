@@ -57,6 +57,11 @@ class MetricDesk:
         self.expected = False
         """Whether a metric worker is there or on its way."""
 
+    def waits_for(self, dispatch: str) -> bool:
+        """Whether somebody waits for this answer."""
+        with self._lock:
+            return dispatch in self._calls
+
     def note(self, message: Ended) -> bool:
         """Take an answer in; False where nobody waits for it."""
         with self._lock:
@@ -82,7 +87,7 @@ class MetricDesk:
         message = Metric(dispatch=dispatch, run=run, what=what, job=dict(job))
         try:
             self._table.put_dispatch(dispatch, {"run": run, "metric": what})
-            if not self._send(METRIC_WORK, message.model_dump(mode="json"), METRIC_QUEUE):
+            if not self._send(METRIC_WORK, message.wire(), METRIC_QUEUE):
                 raise NoMetricWorkerError("the broker is away")
             return self._result(self._wait(call))
         finally:

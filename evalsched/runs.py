@@ -141,8 +141,6 @@ class OutShard:
     attempts: int = 0
     begun: float = 0.0
     check: bool = False
-    second_copy: bool = False
-    answered: set[RequestId] = field(default_factory=set)
 
 
 @dataclass
@@ -161,6 +159,8 @@ class Run:
     pace: Pace = field(default_factory=Pace)
     """Estimated seconds of everything that had to be run, and how it goes."""
     began: float = 0.0
+    settled: float = 0.0
+    """When its last request was answered, while a shard had not said yet that it ended."""
     ended: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
     """Tasks that could not be completed, with the reason."""

@@ -176,7 +176,7 @@ class Worker:
     # ------------------------------------------------------------------ work
 
     def _answer(self, message: Message) -> None:
-        self.store.send_response(message.model_dump(mode="json"))
+        self.store.send_response(message.wire())
 
     def _parse(self, raw: Any, wanted: type[Message]) -> Any:
         """The message, or None for one that was refused and kept aside."""
