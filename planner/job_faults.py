@@ -97,9 +97,11 @@ def stuck(turn: Turn, finding: Finding) -> None:
         turn.tell(Action.RANK_STRAGGLER, reason=finding.reason, **details)
         return
     turn.tell(Action.RANK_HUNG, reason=finding.reason, **details)
-    seen = _seen(turn, rank, Method.ONLINE_STATISTICS, message=finding.reason, collective=finding.collective)
-    # Where nobody can be told from his victims, all are told to leave: the one at fault is the one that does not.
-    _note(turn, "hang", seen, end_broken=finding.collective is None)
+    # A rank that is found late may be a victim that waits for the one at fault. So nobody is ended for it: all are
+    # told to leave the collective, and the one at fault is the one that does not. If all do, it was a false alarm or
+    # a broken link, and they go on in place.
+    place = "unknown" if job_healing.possible(job) else finding.collective
+    _note(turn, "hang", _seen(turn, rank, Method.ONLINE_STATISTICS, message=finding.reason, collective=place))
 
 
 def rank_left(turn: Turn, rank: RankRecord, message: Any) -> None:
@@ -156,7 +158,7 @@ def _seen(turn: Turn, rank: RankRecord, method: Method, **more: Any) -> Seen:
     )
 
 
-def _note(turn: Turn, kind: str, seen: Seen, *, end_broken: bool = False) -> None:
+def _note(turn: Turn, kind: str, seen: Seen) -> None:
     """Add to the fault at hand, or open one: then the ranks heal in place, or those that are left are ended."""
     job = turn.job
     healing = job.stage == "stopping" and job.stop_why == "heal"
@@ -173,9 +175,7 @@ def _note(turn: Turn, kind: str, seen: Seen, *, end_broken: bool = False) -> Non
         return
     if job_healing.possible(job):
         if not (job.boundary and _is_echo(seen)):
-            hang = kind == "hang"
-            broken = [] if _is_echo(seen) or (hang and not end_broken) else [seen.rank]
-            job_healing.begin(turn, broken, end_broken=end_broken, overdue=hang)
+            job_healing.begin(turn, [] if _is_echo(seen) else [seen.rank], overdue=kind == "hang")
         else:
             # A peer that turned to the next incarnation first looks like a broken one for a moment.
             job.settle_until = job.settle_until or turn.now + SETTLE_SECONDS

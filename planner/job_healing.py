@@ -60,10 +60,10 @@ def possible(job: JobRecord) -> bool:
 # ---------------------------------------------------------------- leaving
 
 
-def begin(turn: Turn, broken: Iterable[int] = (), *, end_broken: bool = False, overdue: bool = False) -> None:
+def begin(turn: Turn, broken: Iterable[int] = (), *, overdue: bool = False) -> None:
     """Get everybody out of the collective; ``broken`` are the ranks at fault, where they are known.
 
-    With ``end_broken`` those are ended as well; ``overdue`` says that the step is past its limit.
+    ``overdue`` says that the step is past its limit, so that whoever is sound is out at once.
     """
     job = turn.job
     job.settle_until = None
@@ -78,11 +78,6 @@ def begin(turn: Turn, broken: Iterable[int] = (), *, end_broken: bool = False, o
     order = LeaveCollective(incarnation=job.incarnation, reason=job.reason or "a rank is broken", ranks=ranks)
     for node in _nodes(job.alive()):
         turn.do(Send(node, TellRanks(job=job.id, incarnation=job.incarnation, message=order)))
-    if end_broken:
-        hung = [rank for rank in job.alive() if rank.rank in ranks]
-        for rank in hung:
-            rank.doomed = rank.hung = True
-        _end(turn, hung, capture_stack=True)
 
 
 def left(turn: Turn, rank: RankRecord, message: object) -> None:

@@ -187,7 +187,7 @@ def test_a_retry_keeps_everybody() -> None:
 
 def test_a_rank_that_does_not_leave_is_ended() -> None:
     play = Play()
-    late = Finding(Kind.HANG, 0, "step", 2, 30.0, 20.0, 70.0, "unknown")
+    late = Finding(Kind.HANG, 0, "step", 2, 30.0, 20.0, 70.0, None)
     play.do(Stuck(late))
     for rank in (0, 1, 3):
         play.left(rank)
@@ -201,6 +201,18 @@ def test_a_rank_that_does_not_leave_is_ended() -> None:
     assert play.job.fault is not None
     assert play.job.fault.cause == "task_hang"
     assert play.job.fault.rank == 2, "not the rank that was found late, but the one that did not leave"
+
+
+@pytest.mark.parametrize("collective", [None, "unknown"])
+def test_a_false_alarm_ends_nobody(collective: str | None) -> None:
+    play = Play()
+    play.do(Stuck(Finding(Kind.HANG, 0, "step", 2, 30.0, 20.0, 70.0, collective)))
+    for rank in range(4):
+        play.left(rank)
+    assert play.orders()[-1].ranks == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert not play.sent(StopRanks)
+    assert play.job.fault is not None
+    assert play.job.fault.cure == "retry"
 
 
 def test_a_whole_replica_goes_with_its_dead_member() -> None:
