@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from planner.events import JobState
+from planner.leases import DEFAULT_TTL
+from planner.redis_server import RedisServer
 from planner.store import ClusterStore
 from tests.support.cluster import Cluster, cluster, left_over, plain
 from tests.support.redis import await_that, redis_of_session, store
@@ -73,6 +76,22 @@ def test_ranks_train_on_without_a_coordinator_and_no_line_is_lost_or_doubled(clu
     assert record["faults"] == []
     for file in ("metrics.jsonl", "samples.jsonl"):
         assert [line["step"] for line in cluster.lines(file)] == list(range(1, 61)), file
+
+
+def test_redis_away_for_longer_than_a_lease_lives_costs_the_job_nothing(
+    cluster: Cluster, redis_of_session: RedisServer
+) -> None:
+    cluster.start_agent("n1", 2, PLAIN_STEP_SECONDS="0.1")
+    cluster.submit(plain(steps=180, checkpoint={"every_steps": 50, "export": False}))
+    cluster.wait_step(5)
+    os.kill(redis_of_session.pid, signal.SIGSTOP)
+    try:
+        time.sleep(DEFAULT_TTL + 2.0)  # time itself is what is tested
+    finally:
+        os.kill(redis_of_session.pid, signal.SIGCONT)
+    record = cluster.wait_state()
+    assert (record["state"], record["incarnation"], record["faults"]) == (JobState.DONE, 1, [])
+    assert [line["step"] for line in cluster.lines("samples.jsonl")] == list(range(1, 181))
 
 
 def test_an_agent_that_is_killed_and_comes_back_adopts_its_ranks(cluster: Cluster) -> None:
