@@ -230,7 +230,7 @@ class Simulation:
     # ---------------------------------------------------------------- progress
 
     def _schedule(self, job: RunningJob) -> None:
-        speed = job.speed * (1 - job.stall_share)
+        speed = job.speed * job.kept_share
         if self.world.demand is not None:
             self.at_version(job, job.seconds_to_checkpoint(), lambda: self._publish(job))
         if job.spec.flop is not None:

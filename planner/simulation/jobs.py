@@ -70,6 +70,11 @@ class RunningJob:
         """FLOP kept, not weighted."""
         return self.account.useful / self.spec.weight
 
+    @property
+    def kept_share(self) -> float:
+        """Share of running time that is training."""
+        return (1 - self.stall_share) * (1 - self.spec.jitter)
+
     def settle(self, now: float) -> None:
         """Account for the time since the last call."""
         seconds, self.since = now - self.since, now
@@ -80,7 +85,7 @@ class RunningJob:
         if self.stage != RUNNING:
             account.lost[self.stage] += self.full * seconds
             return
-        before, kept = self.run_clock, self.speed * (1 - self.stall_share)
+        before, kept = self.run_clock, self.speed * self.kept_share
         self.run_clock += seconds
         interval = self.spec.checkpoint_interval
         boundary = floor((self.run_clock + _EDGE) / interval)
@@ -89,6 +94,7 @@ class RunningJob:
             self.saved_useful = account.useful + kept * max(0.0, self.saved_clock - before)
         account.useful += kept * seconds
         account.lost["checkpoint_stall"] += self.speed * self.stall_share * seconds
+        account.lost["other"] += self.speed * (1 - self.stall_share) * self.spec.jitter * seconds
         account.lost["degraded"] += (self.full - self.speed) * seconds
 
     def roll_back(self, snapshot_interval: float | None = None) -> None:

@@ -58,6 +58,7 @@ class Planaria(Settings):
     decide: Amount
     join: Amount
     process_start: Amount
+    newcomer_start: Amount
     load_peer: Amount
     snapshot_interval: Positive
     release_evaluation: Amount

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from planner.errors import BadInputError, one_line
@@ -30,6 +31,8 @@ from planner.types import Layout, ThroughputProfile
 
 ACME_COLUMNS = ("job_id", "node_num", "gpu_num", "type", "state", "submit_time", "start_time", "end_time", "duration")
 SLURM_COLUMNS = ("JobID", "JobName", "State", "Submit", "Start", "End", "NNodes", "AllocTRES")
+MEASURED_STEPS = 3
+"""Steps at a size that make its rate a measured one."""
 TRAINING = frozenset({"pretrain", "sft", "mllm"})
 """Acme's types that are training; ``Eval`` and ``Evaluation`` are evaluation."""
 
@@ -214,14 +217,17 @@ def _events(reader: _Reader) -> Trace:
         raise BadInputError(f"{reader.path}: the job had {workers} workers and a step of {found.healthy_step} s; "
                             "give the scenario as many GPUs")  # fmt: skip
     counts = range(1, workers + 1)
-    # One FLOP a step: rates are steps per second, in proportion to the ranks where no other size was measured.
-    rates = {count: count / workers / found.healthy_step for count in counts}
+    # One FLOP a step, so rates are steps per second: measured where they were, else in proportion to the ranks.
+    seconds = {count: [float(line["seconds"]) for line in metrics if int(line["workers"]) == count] for count in counts}
+    measured = {count: 1 / median(found) for count, found in seconds.items() if len(found) >= MEASURED_STEPS}
+    rates = {count: count / workers / found.healthy_step for count in counts} | measured
+    rates[workers] = 1 / found.healthy_step
     profile = ThroughputProfile.of(rates, {count: Layout(data=count) for count in counts})
     given = reader.parameters.training
     job = TrainingJob(
         name=str(next((event.job for event in events if event.job), "job")), weight=1.0, profile=profile, min_nodes=1,
         step_flop=1.0, step_seconds=found.healthy_step, submit=0.0, flop=float(found.steps_kept),
-        checkpoint_interval=given.checkpoint_interval,
+        checkpoint_interval=given.checkpoint_interval, jitter=_jitter(found),
     )  # fmt: skip
     start = events[-1].time - found.wall
     return Trace(
@@ -242,9 +248,13 @@ def _measured(parameters: Parameters, found: Account, events: list[Event]) -> Pa
     tiers = dict.fromkeys(("node_health", "process_supervision", "exception_propagation"), detect)
     steps = {"statistics_steps": detect / found.healthy_step}
     healing = {
-        "decide": each("decide", Action.FAULT_DETECTED), "join": 0.0, "process_start": lost["start"] / starts,
-        "load_peer": lost["load"] / starts, "stall_share": lost["checkpoint_stall"] / found.wall,
-    }  # fmt: skip
+        "decide": each("decide", Action.FAULT_DETECTED),
+        "join": 0.0,
+        "process_start": lost["start"] / starts,
+        "newcomer_start": _newcomer(events, lost["start"] / starts),
+        "load_peer": lost["load"] / starts,
+        "stall_share": lost["checkpoint_stall"] / found.wall,
+    }
     reform = {"base": each("reallocate", Action.REFORM_COMPLETED), "per_gpu": 0.0}
     return parameters.model_copy(
         update={
@@ -253,6 +263,26 @@ def _measured(parameters: Parameters, found: Account, events: list[Event]) -> Pa
             "communicators": parameters.communicators.model_copy(update=reform),
         }
     )
+
+
+def _jitter(found: Account) -> float:
+    """Share of stepping time beyond the steps themselves (``other``)."""
+    stepping = found.effective + sum(found.losses[name] for name in ("redo", "degraded", "other"))
+    return found.losses["other"] / stepping if stepping > 0 else 0.0
+
+
+def _newcomer(events: list[Event], default: float) -> float:
+    """Mean seconds from survivors going on to the replacement having joined."""
+    waits: list[float] = []
+    healed: float | None = None
+    for event in events:
+        if event.action == Action.FAULT_DETECTED:
+            healed = None
+        elif event.action == Action.REFORM_COMPLETED:
+            if healed is not None:
+                waits.append(event.time - healed)
+            healed = event.time
+    return sum(waits) / len(waits) if waits else default
 
 
 def _faults(events: list[Event], start: float, nodes: int) -> tuple[Failure, ...]:

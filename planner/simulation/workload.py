@@ -29,6 +29,8 @@ class TrainingJob:
     checkpoint_interval: float
     submit: float
     flop: float | None
+    jitter: float = 0.0
+    """Share of running time that goes to slow steps, first steps and validation, where it was measured."""
 
     def rate(self, nodes: int) -> float:
         """Weighted FLOP/s on ``nodes`` (0 where not listed)."""

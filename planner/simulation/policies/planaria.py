@@ -264,7 +264,7 @@ class Planaria(Policy):
 
     def _await_newcomers(self, job: RunningJob) -> None:
         joined = self._held(job)
-        seconds = self.given.process_start
+        seconds = self.given.newcomer_start
         if job.stage != RUNNING:
             stages = [("start", seconds), ("load", self.given.load_peer)]
             self.sim.follow(job, stages, lambda: self._train(job, joined))
