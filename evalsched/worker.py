@@ -395,14 +395,15 @@ def worker_command(
         raise BadInputError(f"--kind {kind}: it is infer or metric")
     numbers = _slot_numbers(slots)
     _log_to_stderr()
-    _preload_in_background(kind)
+    lease, parent = os.environ.get("PLANARIA_LEASE"), os.environ.get("PLANARIA_PRIVATE_PARENT")
+    by_hand = kind == "infer" and lease is None and parent is None
+    _preload(kind, wait=by_hand)  # by hand it beats for its own node, which importing would delay
     store = _connect(url, state_dir, secret_file)
     identity = name or f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
     from evalsched.app import make_app
 
     app = make_app(store.url)
-    lease, parent = os.environ.get("PLANARIA_LEASE"), os.environ.get("PLANARIA_PRIVATE_PARENT")
-    if kind == "infer" and lease is None and parent is None:
+    if by_hand:
         from evalsched.own_node import lease_by_hand
 
         granted = lease_by_hand(store, identity, numbers or (0,))
@@ -456,7 +457,7 @@ def _attach(app: Any, worker: Worker) -> None:
 
 def join_by_hand(app: Any, hostname: str) -> None:
     """Make the process of ``celery -A evalsched.app worker`` an infer worker that brings one slot."""
-    _preload_in_background("infer")
+    _preload("infer", wait=True)
     store = _connect(None, None, None)
     from evalsched.own_node import lease_by_hand
 
@@ -489,8 +490,8 @@ def _log_to_stderr() -> None:
     )
 
 
-def _preload_in_background(kind: str) -> None:
-    """Import what the work needs while the consumer comes up."""
+def _preload(kind: str, *, wait: bool) -> None:
+    """Import what the work needs: at once, or while the consumer comes up."""
     # What Celery imports lazily goes first, so that two threads do not import the same packages at once.
     import kombu.transport.redis  # noqa: F401
 
@@ -498,4 +499,7 @@ def _preload_in_background(kind: str) -> None:
         from evalsched.residency import preload
     else:
         from evalsched.metric_work import preload
-    threading.Thread(target=preload, name="preload", daemon=True).start()
+    if wait:
+        preload()
+    else:
+        threading.Thread(target=preload, name="preload", daemon=True).start()

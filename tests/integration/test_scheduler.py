@@ -285,7 +285,9 @@ def test_celery_itself_starts_a_worker_that_fleet_tools_see(store: ClusterStore,
             ready = partial(ready_by_hand, coordinator)
             await_that(ready, PATIENCE)
             worker = ready()[0].details["worker"]
-            found = make_app(store.url).control.inspect(timeout=20, limit=1).active_queues()
+            inspect = make_app(store.url).control.inspect(timeout=20, limit=1)
+            found = inspect.active_queues()
+            assert found is not None
             assert [queue["name"] for queues in found.values() for queue in queues] == [f"planaria.infer.{worker}"]
             process.terminate()
             assert process.wait(60) == 4

@@ -73,8 +73,8 @@ def main() -> int:
     from evalsched import residency
 
     residency.Resident = StubResident  # type: ignore[assignment, misc]
-    preload = worker_module._preload_in_background
-    worker_module._preload_in_background = lambda kind: None if kind == "infer" else preload(kind)
+    preload = worker_module._preload
+    worker_module._preload = lambda kind, wait: None if kind == "infer" else preload(kind, wait=wait)
     name = sys.argv[sys.argv.index("--name") + 1]
     kind = sys.argv[sys.argv.index("--kind") + 1]
     folder = os.environ.get("PLANARIA_STATE_DIR")
