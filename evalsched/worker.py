@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -493,8 +494,8 @@ def _log_to_stderr() -> None:
 def _preload(kind: str, *, wait: bool) -> None:
     """Import what the work needs: at once, or while the consumer comes up."""
     # What Celery imports lazily goes first, so that two threads do not import the same packages at once.
-    import kombu.transport.redis  # noqa: F401
-
+    for name in ("celery.concurrency.thread", "celery.worker.consumer", "kombu.transport.redis"):
+        import_module(name)
     if kind == "infer":
         from evalsched.residency import preload
     else:
