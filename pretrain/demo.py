@@ -57,8 +57,8 @@ def run(*, state_dir: Path | None, json_output: bool) -> int:
     if json_output:
         print(json.dumps(document))
     else:
-        _print_summary(Console(), document, record)
-    return _exit_code(record, document, settings)
+        print_summary(Console(), document, record)
+    return exit_code(record, document, settings)
 
 
 def demo_config() -> PretrainConfig:
@@ -144,7 +144,8 @@ def results_of(path: Path) -> dict[str, dict[str, float]]:
     }
 
 
-def _exit_code(record: Mapping[str, Any], document: Mapping[str, Any], settings: PretrainConfig) -> int:
+def exit_code(record: Mapping[str, Any], document: Mapping[str, Any], settings: PretrainConfig) -> int:
+    """0 where training is done, the fault was healed and every checkpoint is evaluated."""
     state = JobState(record["state"])
     if state != JobState.DONE:
         return EXIT_OF[state]
@@ -160,7 +161,8 @@ def _exit_code(record: Mapping[str, Any], document: Mapping[str, Any], settings:
     return ExitCode.FAILED
 
 
-def _print_summary(console: Console, document: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+def print_summary(console: Console, document: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    """The table of results, the fault, where the time went, the report's path."""
     tasks = sorted({task for entry in document["checkpoints"] for task in entry["results"]})
     columns = [(task, name) for task in tasks for name in _main_metrics(document["checkpoints"], task)]
     table = Table(title="Each checkpoint, evaluated while training went on", title_justify="left")
