@@ -92,10 +92,12 @@ def _print_rules(console: Any, rules: Mapping[str, Any]) -> None:
 
     table = Table(title="rules of lending in the reference cell", box=None, title_justify="left")
     table.add_column("rule", no_wrap=True)
-    for head in ("useful FLOP/GPU-h", "p95 latency (s)"):
+    for head in ("useful FLOP/GPU-h", "p95 latency (s)", "as quick", "gain over it"):
         table.add_column(head, justify="right", no_wrap=True)
     for name, entry in rules.items():
+        quick = entry["best_partition_as_quick"]
         table.add_row(
-            name, _between(entry["useful_flop_per_gpu_hour"], ".4g"), _between(entry["p95_latency_seconds"], ".0f")
-        )
+            name, _between(entry["useful_flop_per_gpu_hour"], ".4g"), _between(entry["p95_latency_seconds"], ".0f"),
+            f"{quick['nodes']} nodes" if quick else "none", _between(quick["gain"], ".3f") if quick else "",
+        )  # fmt: skip
     console.print(table)

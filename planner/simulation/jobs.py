@@ -93,9 +93,10 @@ class RunningJob:
             self.saved_clock = boundary * interval
             self.saved_useful = account.useful + kept * max(0.0, self.saved_clock - before)
         account.useful += kept * seconds
-        account.lost["checkpoint_stall"] += self.speed * self.stall_share * seconds
-        account.lost["other"] += self.speed * (1 - self.stall_share) * self.spec.jitter * seconds
-        account.lost["degraded"] += (self.full - self.speed) * seconds
+        # As in planner.ettr: seconds that stand still are lost at full size, the others are degraded.
+        account.lost["checkpoint_stall"] += self.full * self.stall_share * seconds
+        account.lost["other"] += self.full * (1 - self.stall_share) * self.spec.jitter * seconds
+        account.lost["degraded"] += (self.full - self.speed) * self.kept_share * seconds
 
     def roll_back(self, snapshot_interval: float | None = None) -> None:
         """Give up what was done since the last checkpoint, or since the last snapshot where that is nearer."""

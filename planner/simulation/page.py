@@ -160,13 +160,15 @@ def _cells(cells: list[dict[str, Any]]) -> str:
 
 
 def _rules(rules: Mapping[str, Any]) -> str:
-    return _rows(
-        ["rule", "useful FLOP per GPU-hour", "p95 latency (s)"],
-        [
-            [name, _interval(entry["useful_flop_per_gpu_hour"]), _interval(entry["p95_latency_seconds"], ".0f")]
-            for name, entry in rules.items()
-        ],
-    )
+    rows = []
+    for name, entry in rules.items():
+        quick = entry["best_partition_as_quick"]
+        rows.append([
+            name, _interval(entry["useful_flop_per_gpu_hour"]), _interval(entry["p95_latency_seconds"], ".0f"),
+            f"{quick['nodes']} nodes" if quick else "none", _interval(quick["gain"]) if quick else "",
+        ])  # fmt: skip
+    head = ["rule", "useful FLOP per GPU-hour", "p95 latency (s)", "partition that is as quick", "gain over it"]
+    return _rows(head, rows)
 
 
 def _parameters() -> str:

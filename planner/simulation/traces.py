@@ -8,15 +8,15 @@ kinds (and CPU jobs) are left out.
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from planner.errors import BadInputError, one_line
@@ -206,20 +206,25 @@ def _events(reader: _Reader) -> Trace:
     """The job of an event log with the failures that it met; ``metrics.jsonl`` beside it tells its steps."""
     events = [Event.from_json(line) for line in _json_lines(reader.path)]
     metrics = list(_json_lines(reader.path.parent / "metrics.jsonl"))
-    for number, (one, other) in enumerate(itertools.pairwise(events), start=2):
+    for number, (one, other) in enumerate(pairwise(events), start=2):
         if other.time < one.time:
             raise reader.fail(number, "time", other.time, "times out of order, the line before is later")
     if not events or not metrics:
         raise BadInputError(f"{reader.path}: an event log and its metrics.jsonl are needed, one of them is empty")
     found = account(events, metrics, events[-1].time)
     workers = max(int(line["workers"]) for line in metrics)
-    if workers > reader.cluster.nodes * reader.cluster.gpus_per_node or found.healthy_step <= 0:
+    if workers > reader.cluster.nodes * reader.cluster.gpus_per_node or found.healthy_step <= 0 or found.wall <= 0:
         raise BadInputError(f"{reader.path}: the job had {workers} workers and a step of {found.healthy_step} s; "
                             "give the scenario as many GPUs")  # fmt: skip
     counts = range(1, workers + 1)
     # One FLOP a step, so rates are steps per second: measured where they were, else in proportion to the ranks.
-    seconds = {count: [float(line["seconds"]) for line in metrics if int(line["workers"]) == count] for count in counts}
-    measured = {count: 1 / median(found) for count, found in seconds.items() if len(found) >= MEASURED_STEPS}
+    # At fewer ranks all excess over a healthy step counts as degraded (planner.ettr), jitter included: hence the mean.
+    jitter = _jitter(found)
+    measured = {}
+    for count in counts:
+        seconds = [float(line["seconds"]) for line in metrics if int(line["workers"]) == count]
+        if len(seconds) >= MEASURED_STEPS:
+            measured[count] = 1 / (mean(seconds) * (1 - jitter))
     rates = {count: count / workers / found.healthy_step for count in counts} | measured
     rates[workers] = 1 / found.healthy_step
     profile = ThroughputProfile.of(rates, {count: Layout(data=count) for count in counts})
@@ -227,9 +232,9 @@ def _events(reader: _Reader) -> Trace:
     job = TrainingJob(
         name=str(next((event.job for event in events if event.job), "job")), weight=1.0, profile=profile, min_nodes=1,
         step_flop=1.0, step_seconds=found.healthy_step, submit=0.0, flop=float(found.steps_kept),
-        checkpoint_interval=given.checkpoint_interval, jitter=_jitter(found),
+        checkpoint_interval=given.checkpoint_interval, jitter=jitter,
     )  # fmt: skip
-    start = events[-1].time - found.wall
+    start = next(e.time for e in events if e.action == Action.JOB_STATE and e.new == JobState.STARTING)
     return Trace(
         jobs=(job,), failures=_faults(events, start, reader.cluster.nodes),
         parameters=_measured(reader.parameters, found, events),
@@ -253,6 +258,7 @@ def _measured(parameters: Parameters, found: Account, events: list[Event]) -> Pa
         "process_start": lost["start"] / starts,
         "newcomer_start": _newcomer(events, lost["start"] / starts),
         "load_peer": lost["load"] / starts,
+        "snapshot_interval": _snapshots(events, parameters.planaria.snapshot_interval),
         "stall_share": lost["checkpoint_stall"] / found.wall,
     }
     reform = {"base": each("reallocate", Action.REFORM_COMPLETED), "per_gpu": 0.0}
@@ -285,19 +291,28 @@ def _newcomer(events: list[Event], default: float) -> float:
     return sum(waits) / len(waits) if waits else default
 
 
+def _snapshots(events: list[Event], default: float) -> float:
+    """Median seconds between states that a restart could go back to."""
+    taken = [event.time for event in events if event.action in (Action.SNAPSHOT_TAKEN, Action.CHECKPOINT_SAVED)]
+    gaps = [other - one for one, other in pairwise(taken) if other > one]
+    return median(gaps) if gaps else default
+
+
 def _faults(events: list[Event], start: float, nodes: int) -> tuple[Failure, ...]:
+    """The faults that were detected. One that no re-forming followed, but a start of all ranks, took the whole job."""
     faults: list[Failure] = []
-    cause = "unknown"
-    for event in events:
-        if event.action == Action.SEVERITY_DECIDED:
-            cause = str(event.details.get("name", event.details.get("cause", "unknown")))
-        if event.action == Action.FAULT_DETECTED:
-            occurred = event.details.get("occurred", event.time)
-            time = float(occurred) if isinstance(occurred, (int, float)) else event.time
-            rank = event.details.get("rank")
-            node = int(rank) % nodes if isinstance(rank, int) else 0
-            faults.append(Failure(time=max(0.0, time - start), nodes=(node,),
-                                  cause=cause if cause in TABLE else "exited_abnormally"))  # fmt: skip
+    detected = [index for index, event in enumerate(events) if event.action == Action.FAULT_DETECTED]
+    for index, following in zip(detected, [*detected[1:], len(events)], strict=True):
+        event, after = events[index], events[index + 1 : following]
+        occurred = event.details.get("occurred", event.time)
+        time = float(occurred) if isinstance(occurred, (int, float)) else event.time
+        rank, cause = event.details.get("rank"), str(event.details.get("name", ""))
+        reformed = any(other.action == Action.REFORM_COMPLETED for other in after)
+        started = any(other.action == Action.JOB_STATE and other.new == JobState.STARTING for other in after)
+        struck = tuple(range(nodes)) if started and not reformed else (rank % nodes if isinstance(rank, int) else 0,)
+        faults.append(
+            Failure(time=max(0.0, time - start), nodes=struck, cause=cause if cause in TABLE else "exited_abnormally")
+        )
     return tuple(faults)
 
 

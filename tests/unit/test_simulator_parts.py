@@ -116,7 +116,7 @@ def test_planaria_heals_in_place_without_going_back() -> None:
     given, reform = PARAMETERS.planaria, PARAMETERS.communicators.seconds
     assert losses["detect"] == pytest.approx(0.3 * full)
     assert losses["reallocate"] == pytest.approx((reform(24) + reform(32) + given.join) * full)
-    assert losses["degraded"] == pytest.approx(given.process_start * 1e15)  # one node of four starts meanwhile
+    assert losses["degraded"] == pytest.approx(given.newcomer_start * 1e15, rel=0.01)  # one of four starts
     assert losses["redo"] < 10 * full
     assert losses["start"] == pytest.approx(given.process_start * full)  # only the very first start stands still
 
@@ -222,13 +222,10 @@ def test_shards_hold_all_work_and_get_finer() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
 def test_packed_makespan_against_the_lower_bound(nodes: int) -> None:
-    trial, slots = PARAMETERS.trial, nodes * 8
+    trial = PARAMETERS.trial
     given = datasets(trial)
-    begin = max(PARAMETERS.trial.preparation,
-                trial.model_bytes / trial.nic_bytes_per_second + trial.engine_start
-                + trial.model_bytes / trial.memory_bytes_per_second)  # fmt: skip
-    found, bound = ours(trial, given, nodes, 8).makespan, lower_bound(trial, slots)
-    assert bound <= found <= 1.05 * (bound + begin)
+    found, bound = ours(trial, given, nodes, 8).makespan, lower_bound(trial, nodes, 8)
+    assert bound <= found <= 1.05 * bound
     assert found < baseline(trial, given, nodes, 8).makespan
 
 
