@@ -79,6 +79,7 @@ class AgentSettings:
     secret_file: Path | None
     rank_program: tuple[str, ...] | None = None
     """Program of a rank instead of ``python -m pretrain.rank`` (another interpreter, a test's own)."""
+    abandon_seconds: float = ABANDON_SECONDS
 
 
 class Agent:
@@ -99,7 +100,8 @@ class Agent:
         self._stop = threading.Event()
         self._leaving_since: float | None = None
         self._lock = _lock_run_dir(settings.run_dir)
-        self._unrenewed: dict[str, float] = {}
+        self._renewed: dict[str, float] = {}
+        self._unrenewed_since: dict[str, float] = {}
         self._done: set[int] = set()
         self.table = ProcessTable(settings.run_dir / "processes", self._selector)
         self.channel = RankChannel(
@@ -155,6 +157,7 @@ class Agent:
             self.table.kill_overdue(now)
             if now >= next_sweep:
                 self.table.reap_orphans()
+                self._abandon_overdue()
                 next_sweep = now + BEAT_SECONDS
 
     def _end_everything(self) -> None:
@@ -256,7 +259,7 @@ class Agent:
 
     def _beat(self) -> None:
         """Each second: live, keep what is ours, answer for free slots."""
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.is_set():
             try:
                 if not self.store.heartbeat(self.node):
                     held = {(p.lease, int(p.about.get("lease_token", 0))) for p in self.table if p.lease}
@@ -266,7 +269,7 @@ class Agent:
                     self._post(partial(self._free, marks))
             except PlanariaError as error:
                 _log("beat.failed", reason=one_line(error))
-            self._abandon_overdue()
+            self._stop.wait(BEAT_SECONDS)
 
     def _renew(self) -> None:
         held = {process.lease for process in self.table if process.lease}
@@ -277,14 +280,17 @@ class Agent:
         for lease, answer in zip(leases, answers, strict=True):
             if answer.status is RenewStatus.LOST:
                 self._post(partial(self._lost, lease, "the lease ended"))
-        self._unrenewed = {lease: time.monotonic() for lease in leases}
+        self._renewed = dict.fromkeys(leases, time.monotonic())
 
     def _abandon_overdue(self) -> None:
-        now = time.monotonic()
-        for lease in {process.lease for process in self.table if process.lease}:
-            since = self._unrenewed.setdefault(lease, now)
-            if now - since > ABANDON_SECONDS:
-                self._post(partial(self._lost, lease, f"not renewed for {ABANDON_SECONDS:.0f} s"))
+        """End what runs under leases that nobody could renew for too long; the beat itself may be stuck by then."""
+        now, renewed = time.monotonic(), self._renewed
+        self._unrenewed_since = {
+            lease: max(renewed.get(lease, 0.0), self._unrenewed_since.get(lease, now)) for lease in self.table.leases()
+        }
+        for lease, since in self._unrenewed_since.items():
+            if now - since > self.settings.abandon_seconds:
+                self._lost(lease, f"not renewed for {self.settings.abandon_seconds:.0f} s")
 
     # ------------------------------------------------------------------ what happens
 
@@ -445,6 +451,7 @@ def agent_command(
     state_dir: Path | None,
     secret_file: Path | None,
     rank_program: Sequence[str] | None = None,
+    abandon_seconds: float = ABANDON_SECONDS,
 ) -> int:
     """``planaria agent``: serves until SIGTERM, SIGINT or a ``leave`` command."""
     name = node or os.uname().nodename
@@ -461,6 +468,7 @@ def agent_command(
         state_dir=place,
         secret_file=secret if secret.exists() else None,
         rank_program=tuple(rank_program) if rank_program else None,
+        abandon_seconds=abandon_seconds,
     )
     agent = Agent(store, settings)
 

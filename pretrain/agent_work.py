@@ -45,6 +45,8 @@ from pretrain.watchdog import dump_and_kill
 if TYPE_CHECKING:
     from pretrain.agent import AgentSettings
 
+TRAIN_PYTHON, INFER_PYTHON = "PLANARIA_TRAIN_PYTHON", "PLANARIA_INFER_PYTHON"
+"""Environment of an agent: interpreters of ranks (with their stores) and of workers, where a site keeps two."""
 _SECRET_VARIABLES = ("PLANARIA_URL", "PLANARIA_SECRET_FILE")
 """What no rank gets to see: a rank speaks for its job alone, with the job's token."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -107,7 +109,7 @@ class AgentWork:
 
     def _launch_store(self, job: str, key: str, fd: int) -> None:
         environment = {name: value for name, value in self._environment(1).items() if name not in _SECRET_VARIABLES}
-        program = [sys.executable, "-m", "pretrain.store", "--fd", str(fd), "--host", self._settings.address]
+        program = [_python(TRAIN_PYTHON), "-m", "pretrain.store", "--fd", str(fd), "--host", self._settings.address]
         program += ["--port", str(self._ports[job]), "--parent", str(os.getpid())]
         self._table.start(
             Launch(
@@ -163,7 +165,7 @@ class AgentWork:
         )
         path = self._spec_path(spec.job, spec.incarnation, spec.rank)
         write_json(path, full.model_dump(mode="json", by_alias=True), mode=0o600)
-        program = self._settings.rank_program or (sys.executable, "-m", "pretrain.rank")
+        program = self._settings.rank_program or (_python(TRAIN_PYTHON), "-m", "pretrain.rank")
         environment = {
             name: value for name, value in self._environment(threads).items() if name not in _SECRET_VARIABLES
         }
@@ -269,7 +271,7 @@ class AgentWork:
             return
         for slot in command.slots:
             self._check_slot(slot)
-        program = [sys.executable, "-m", "planner.cli", "worker", "--kind", command.worker_kind]
+        program = [_python(INFER_PYTHON), "-m", "planner.cli", "worker", "--kind", command.worker_kind]
         program += ["--name", command.worker]
         if command.slots:
             program += ["--slots", ",".join(f"{self._settings.node}/{slot}" for slot in command.slots)]
@@ -331,6 +333,10 @@ class AgentWork:
             return
         seconds = time.monotonic() - started
         self._report(Staged(time=self._now(), digest=command.digest, path=str(target), bytes=size, seconds=seconds))
+
+
+def _python(variable: str) -> str:
+    return os.environ.get(variable) or sys.executable
 
 
 def _rank_key(job: str, incarnation: int, rank: int) -> str:

@@ -94,6 +94,23 @@ def test_redis_away_for_longer_than_a_lease_lives_costs_the_job_nothing(
     assert [line["step"] for line in cluster.lines("samples.jsonl")] == list(range(1, 181))
 
 
+def test_an_agent_that_nobody_answers_for_too_long_ends_its_ranks_and_the_job_goes_on_afterwards(
+    cluster: Cluster, redis_of_session: RedisServer
+) -> None:
+    cluster.start_agent("n1", 2, PLAIN_STEP_SECONDS="0.1", PLAIN_ABANDON_SECONDS="3")
+    cluster.submit(plain(steps=60, checkpoint={"every_steps": 5, "export": False}))
+    cluster.wait_step(11)
+    ranks = cluster.rank_pids().values()
+    os.kill(redis_of_session.pid, signal.SIGSTOP)
+    try:
+        await_that(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 30, "no rank is left")
+    finally:
+        os.kill(redis_of_session.pid, signal.SIGCONT)
+    record = cluster.wait_state()
+    assert record["state"] == JobState.DONE
+    assert sorted(cluster.kept()) == list(range(1, 61))
+
+
 def test_an_agent_that_is_killed_and_comes_back_adopts_its_ranks(cluster: Cluster) -> None:
     cluster.start_agent("n1", 2, PLAIN_STEP_SECONDS="0.1")
     cluster.submit(plain(steps=60, checkpoint={"every_steps": 100, "export": False}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,5 +19,6 @@ if __name__ == "__main__":
             state_dir=Path(state_dir),
             secret_file=Path(secret_file),
             rank_program=(sys.executable, "-m", "tests.support.plain_rank"),
+            abandon_seconds=float(os.environ.get("PLAIN_ABANDON_SECONDS", "120")),
         )
     )
