@@ -71,9 +71,14 @@ class RunningJob:
         return self.account.useful / self.spec.weight
 
     @property
+    def jitter(self) -> float:
+        """Share of running time that goes to jitter; below full size it counts as degraded."""
+        return self.spec.jitter if self.rate >= self.full * (1 - 1e-9) else 0.0
+
+    @property
     def kept_share(self) -> float:
         """Share of running time that is training."""
-        return (1 - self.stall_share) * (1 - self.spec.jitter)
+        return (1 - self.stall_share) * (1 - self.jitter)
 
     def settle(self, now: float) -> None:
         """Account for the time since the last call."""
@@ -95,7 +100,7 @@ class RunningJob:
         account.useful += kept * seconds
         # As in planner.ettr: seconds that stand still are lost at full size, the others are degraded.
         account.lost["checkpoint_stall"] += self.full * self.stall_share * seconds
-        account.lost["other"] += self.full * (1 - self.stall_share) * self.spec.jitter * seconds
+        account.lost["other"] += self.full * (1 - self.stall_share) * self.jitter * seconds
         account.lost["degraded"] += (self.full - self.speed) * self.kept_share * seconds
 
     def roll_back(self, snapshot_interval: float | None = None) -> None:

@@ -187,6 +187,8 @@ class ClusterScenario(Settings):
     kind: Literal["cluster"] = "cluster"
     seed: Count = 0
     """Seed of all random draws."""
+    seeds: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Traces to draw, from ``seed`` on; the figures are means over them."""
     horizon_seconds: Positive
     """Simulated time."""
     cluster: ClusterSpec

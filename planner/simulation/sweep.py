@@ -8,24 +8,24 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from planner.errors import BadInputError
 from planner.loading import validate
 from planner.simulation.cluster import Outcome, Simulation, World
+from planner.simulation.means import CONFIDENCE, figures, interval, mean_outcome
 from planner.simulation.memory import PlanMemory
 from planner.simulation.parameters import Parameters
 from planner.simulation.policies.planaria import Planaria
 from planner.simulation.policies.unicron import Unicron
 from planner.simulation.rules import fixed_loan, other_ageing
 from planner.simulation.scenario import ClusterScenario, SweepScenario
+from planner.simulation.worlds import build_world, run_policy
 
 POLICIES = ("planaria", "fixed-partition", "one-job-per-dataset")
 LOANS = (0, 1, 2, 4)
 """Nodes lent by the simpler rules while anything waits."""
 AGEINGS = (600.0, 1800.0)
 """Other values of the lending price's ageing (s) that are tried; the allocator's default is 3600."""
-CONFIDENCE = 0.95
 Cell = tuple[float, float, int]
 
 
@@ -47,7 +47,7 @@ def run_sweep(scenario: SweepScenario, parameters: Parameters, seed: int, where:
         }
         entries.append(_entry(cell, runs, partitions))
         if cell == reference:
-            policies = {name: _mean_figures(outcomes) for name, outcomes in runs.items()}
+            policies = {name: figures(mean_outcome(outcomes)) for name, outcomes in runs.items()}
             if scenario.lending_rules:
                 rules = _lending_rules(worlds, runs["planaria"], partitions)
     return {
@@ -106,15 +106,11 @@ def _of_cell(scenario: SweepScenario, cell: Cell, where: str) -> ClusterScenario
 
 
 def _world(scenario: ClusterScenario, parameters: Parameters, seed: int, where: str, memory: PlanMemory) -> World:
-    from planner.simulation.run import build_world
-
     return replace(build_world(scenario, parameters, seed, where), memory=memory)
 
 
 def _runs(worlds: Sequence[World], name: str, nodes: int | None = None) -> list[Outcome]:
     """One run per seed; ``nodes`` is a partition's size instead of the sized one."""
-    from planner.simulation.run import run_policy
-
     if nodes is None:
         return [run_policy(world, name) for world in worlds]
     found = []
@@ -131,14 +127,6 @@ def _efficiency(outcome: Outcome) -> float:
 
 def _p95(outcome: Outcome) -> float:
     return float(np.percentile(outcome.latencies, 95)) if outcome.latencies else 0.0
-
-
-def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean and its confidence interval (Student's t over the seeds)."""
-    array = np.array(values)
-    mean = float(array.mean())
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(array) - 1) * array.std(ddof=1) / len(array) ** 0.5)
-    return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
 def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -183,25 +171,3 @@ def _as_quick(ours: Sequence[Outcome], partitions: Mapping[int, Sequence[Outcome
 def _gain(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> dict[str, float]:
     """Ratio of useful FLOP per GPU-hour, seed by seed on the same trace."""
     return interval([_efficiency(a) / _efficiency(b) for a, b in zip(ours, theirs, strict=True)])
-
-
-def _mean_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The entry of DESIGN.md, each figure the mean over the seeds; percentiles are of all seeds' reports together."""
-    from planner.simulation.run import figures
-
-    count = len(outcomes)
-    mean = Outcome(
-        accumulated_waf=sum(o.accumulated_waf for o in outcomes) / count,
-        useful_flop=sum(o.useful_flop for o in outcomes) / count,
-        ettr=sum(o.ettr for o in outcomes) / count,
-        makespan=sum(o.makespan for o in outcomes) / count,
-        losses={name: sum(o.losses[name] for o in outcomes) / count for name in outcomes[0].losses},
-        gpu_hours=sum(o.gpu_hours for o in outcomes) / count,
-        cost=sum(o.cost for o in outcomes) / count,
-        busy_gpu_hours=sum(o.busy_gpu_hours for o in outcomes) / count,
-        latencies=[latency for o in outcomes for latency in o.latencies],
-        pending=sum(o.pending for o in outcomes),
-        series=[],
-        events=sum(o.events for o in outcomes),
-    )
-    return figures(mean)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -218,21 +218,21 @@ def _events(reader: _Reader) -> Trace:
                             "give the scenario as many GPUs")  # fmt: skip
     counts = range(1, workers + 1)
     # One FLOP a step, so rates are steps per second: measured where they were, else in proportion to the ranks.
-    # At fewer ranks all excess over a healthy step counts as degraded (planner.ettr), jitter included: hence the mean.
-    jitter = _jitter(found)
+    # At fewer ranks all excess over a healthy step counts as degraded (planner.ettr): hence the mean, and no jitter.
     measured = {}
     for count in counts:
         seconds = [float(line["seconds"]) for line in metrics if int(line["workers"]) == count]
         if len(seconds) >= MEASURED_STEPS:
-            measured[count] = 1 / (mean(seconds) * (1 - jitter))
+            measured[count] = 1 / mean(seconds)
     rates = {count: count / workers / found.healthy_step for count in counts} | measured
     rates[workers] = 1 / found.healthy_step
     profile = ThroughputProfile.of(rates, {count: Layout(data=count) for count in counts})
     given = reader.parameters.training
+    at_full = [line for line in metrics if int(line["workers"]) == workers]
     job = TrainingJob(
         name=str(next((event.job for event in events if event.job), "job")), weight=1.0, profile=profile, min_nodes=1,
         step_flop=1.0, step_seconds=found.healthy_step, submit=0.0, flop=float(found.steps_kept),
-        checkpoint_interval=given.checkpoint_interval, jitter=jitter,
+        checkpoint_interval=given.checkpoint_interval, jitter=_jitter(found, at_full),
     )  # fmt: skip
     start = next(e.time for e in events if e.action == Action.JOB_STATE and e.new == JobState.STARTING)
     return Trace(
@@ -271,10 +271,11 @@ def _measured(parameters: Parameters, found: Account, events: list[Event]) -> Pa
     )
 
 
-def _jitter(found: Account) -> float:
-    """Share of stepping time beyond the steps themselves (``other``)."""
-    stepping = found.effective + sum(found.losses[name] for name in ("redo", "degraded", "other"))
-    return found.losses["other"] / stepping if stepping > 0 else 0.0
+def _jitter(found: Account, at_full: Sequence[Mapping[str, Any]]) -> float:
+    """Share of the stepping time at full size beyond the steps themselves (``other``)."""
+    steps = len({line["step"] for line in at_full}) * found.healthy_step
+    other = found.losses["other"]
+    return other / (steps + other) if steps + other > 0 else 0.0
 
 
 def _newcomer(events: list[Event], default: float) -> float:

@@ -30,7 +30,7 @@ class TrainingJob:
     submit: float
     flop: float | None
     jitter: float = 0.0
-    """Share of running time that goes to slow steps, first steps and validation, where it was measured."""
+    """Share of running time at full size that goes to slow steps, first steps and validation, where measured."""
 
     def rate(self, nodes: int) -> float:
         """Weighted FLOP/s on ``nodes`` (0 where not listed)."""

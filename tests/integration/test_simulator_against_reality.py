@@ -17,8 +17,8 @@ import pytest
 from planner.ettr import LOSSES, account
 from planner.events import Event
 from planner.simulation.parameters import read_parameters
-from planner.simulation.run import build_world, run_policy
 from planner.simulation.scenario import ClusterScenario
+from planner.simulation.worlds import build_world, run_policy
 
 RELATIVE, ABSOLUTE = 0.15, 1.0
 CONFIG = Path(__file__).parents[2] / "configs" / "pretrain" / "tiny-llama.yaml"
@@ -28,7 +28,6 @@ def real_job(folder: Path) -> Path:
     """Run the job to its end; the folder with its log."""
     settings = [
         "steps=60", "evaluate.tasks=[]", "checkpoint.every_steps=20", "batch={global: 8, micro: 2}",
-        "model={layers: 2, hidden_size: 64, ffn_hidden_size: 128, heads: 2, kv_heads: 2, seq_length: 64}",
         "workers={min: 2, max: 2}", "faults=[{at_step: 25, rank: 1, kind: sigkill}]",
     ]  # fmt: skip
     command = [sys.executable, "-m", "planner.cli", "run", str(CONFIG), "--slots", "2", "--state-dir", str(folder)]

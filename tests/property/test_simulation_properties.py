@@ -12,8 +12,8 @@ from planner.ettr import LOSSES
 from planner.simulation.cluster import Outcome, Simulation
 from planner.simulation.parameters import read_parameters
 from planner.simulation.policies import policy
-from planner.simulation.run import build_world, run_policy
 from planner.simulation.scenario import POLICIES, ClusterScenario
+from planner.simulation.worlds import build_world, run_policy
 
 PARAMETERS = read_parameters()
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
