@@ -10,7 +10,8 @@ import shutil
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from evalsched.lm_recording import OfflineLM, task_config_digest
 from evalsched.lm_tasks import LoadingManager, simple_evaluate_arguments, task_manager
 from evalsched.strictness import Flag, collect, untrusted_documents
 from evalsched.types import RequestId, Response, request_digest
-from planner.errors import WorkFailedError
+from planner.errors import PlanariaError, WorkFailedError, one_line
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -81,6 +82,27 @@ class ReplayLM(OfflineLM):
         return self._answer("generate_until", requests)
 
 
+class _TaskBrokeError(Exception):
+    """A task's own code raised while its answers were filtered or judged."""
+
+    def __init__(self, task: str, error: Exception) -> None:
+        super().__init__(f"its own code failed on the answers: {type(error).__name__}: {one_line(error)[:200]}")
+        self.task = task
+
+
+def _guarded(task: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except PlanariaError:
+            raise
+        except Exception as error:  # whatever a task's own code raises
+            raise _TaskBrokeError(task, error) from error
+
+    return call
+
+
 class _ScoringManager(LoadingManager):
     """Gives failed tasks no metric and leaves out the groups above them, so that the others are scored."""
 
@@ -97,6 +119,9 @@ class _ScoringManager(LoadingManager):
             if name in self.failed:
                 task.process_results = lambda _doc, _results: {}
                 task._filters = [build_filter_ensemble("none", [["take_first", None]])]
+            else:
+                task.process_results = _guarded(name, task.process_results)
+                task.apply_filters = _guarded(name, task.apply_filters)
         loaded["groups"] = _groups_without(loaded.get("groups", {}), self.failed)
         random.setstate(state)
         return loaded
@@ -143,7 +168,8 @@ def score_job(job: ScoreJob, recording: Recording, answers: Mapping[RequestId, R
     scratch = Path(tempfile.mkdtemp(dir=output, prefix=".scoring."))
     try:
         tracker = EvaluationTracker(output_path=str(scratch / "results.json"))
-        results, manager = _replay(job, recording, {r.id: r.digest for r in requests}, answers, tracker)
+        recorded = {r.id: r.digest for r in requests}
+        results, manager, job = _replay_what_works(job, recording, recorded, answers, tracker)
         judged = _judge(job, results, manager, flags)
         samples = results.pop("samples")
         results["planaria"] = _block(job, recording, manager, judged, samples, flags)
@@ -161,6 +187,24 @@ def score_job(job: ScoreJob, recording: Recording, answers: Mapping[RequestId, R
         seconds=time.monotonic() - started,
         strict=job.settings.strict,
     )
+
+
+def _replay_what_works(
+    job: ScoreJob,
+    recording: Recording,
+    recorded: Mapping[RequestId, str],
+    answers: Mapping[RequestId, Response],
+    tracker: EvaluationTracker,
+) -> tuple[dict[str, Any], LoadingManager, ScoreJob]:
+    """Replay, and again without each task whose own code breaks on its answers: it fails, the others do not."""
+    while True:
+        try:
+            results, manager = _replay(job, recording, recorded, answers, tracker)
+            return results, manager, job
+        except _TaskBrokeError as broken:
+            if broken.task in job.failed:
+                raise WorkFailedError(f"task {broken.task}: {broken}") from broken
+            job = replace(job, failed={**job.failed, broken.task: str(broken)})
 
 
 def _replay(

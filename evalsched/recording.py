@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -274,6 +275,9 @@ class _InputWatch:
 
 _WATCH = _InputWatch()
 
+LM_EVAL = threading.Lock()
+"""Held while lm-eval runs: it seeds and draws from the process's random generators."""
+
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 _SYSTEM = frozenset({"proc", "sys", "dev", "etc"})
 
@@ -322,7 +326,7 @@ def record(job: RecordJob, root: Path | None = None) -> Recording:
     hashes = FileHashes()
     key = recording_key(job, hashes)
     hashes.save()
-    with _WATCH as watch:
+    with LM_EVAL, _WATCH as watch:
         recorded = record_requests(job)
     base = root or recordings_folder()
     base.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evalsched.code_metrics import ALLOW, why_not
-from evalsched.recording import Recording, load_recording, run_module
+from evalsched.recording import LM_EVAL, Recording, load_recording, run_module
 from evalsched.types import EvalSettings, RequestId, Response
 from planner.errors import BadInputError, ExitCode, PlanariaError, WorkFailedError, one_line
 
@@ -144,7 +144,7 @@ def score(job: ScoreJob, answers: Mapping[RequestId, Response] | None = None) ->
     found = answers if answers is not None else read_answers(Path(job.answers))
     if missing := missing_answers(recording, found, job.failed):
         raise WorkFailedError(f"{job.model}: {len(missing)} requests have no answer, the first is {tuple(missing[0])}")
-    with _allowing(job.settings.allow_unsafe_code):
+    with LM_EVAL, _allowing(job.settings.allow_unsafe_code):
         return score_job(job, recording, found)
 
 

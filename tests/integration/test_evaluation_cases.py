@@ -294,6 +294,30 @@ def test_e20_a_failed_task_costs_only_its_own_number_and_its_groups(world: Any, 
     assert block["failed"] == {"last_word": "three workers died of it"}
 
 
+@pytest.mark.parametrize("place", ["process_results", "filter"])
+def test_a_task_whose_own_code_breaks_costs_only_itself(world: Any, tmp_path: Path, place: str) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    _odd_task(folder, "fine", [["yes", "no"], ["a", "b"]])
+    _odd_task(folder, "breaks", [["yes", "no"], ["a", "b"]])
+    (folder / "utils.py").write_text(
+        "def process_results(doc, results):\n    return {'acc': 1 / (results[0][0] * 0)}\n"
+        "def filter(resps, docs):\n    raise KeyError('gone')\n"
+    )
+    more = {
+        "process_results": "process_results: !function utils.process_results\n",
+        "filter": "filter_list: [{name: f, filter: [{function: custom, filter_fn: !function utils.filter}]}]\n",
+    }
+    with (folder / "breaks.yaml").open("a") as stream:
+        stream.write(more[place])
+    settings = EvalSettings(tasks=("breaks", "fine"), include_path=(str(folder),), bootstrap_iters=0)
+    recording = _recorded(RecordJob(settings=settings, tokenizer=str(world[1])))
+    outcome = _score(world, settings, recording, _answers(recording), tmp_path / "out")
+    assert set(outcome.metrics) == {"fine"}
+    assert "its own code failed on the answers" in outcome.failed["breaks"]
+    assert outcome.exit_code == 1
+
+
 # ---------------------------------------------------------------- E18, E19: what is asked for
 
 
