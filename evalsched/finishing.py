@@ -22,8 +22,11 @@ from evalsched.recording import (
 from evalsched.reports import refresh_report
 from evalsched.runs import Run
 from evalsched.scoring import ScoreJob, ScoreOutcome, score_in_subprocess
-from evalsched.types import Response, Shard, digest_of
+from evalsched.types import Request, Response, Shard, digest_of
 
+CHECK_SHARE = 0.05
+CHECK_SECONDS = 2.0
+"""Bounds of that sample, in estimated seconds: a share of the run's work, and what is always allowed."""
 CHECK_REQUESTS = 48
 """Requests that are re-run singly after a run, to say how far answers depend on their batch."""
 
@@ -33,10 +36,17 @@ def check_shard(run: Run) -> Shard | None:
     if run.prepared is None or run.pace.total <= 0:
         return None
     requests = [one for one in run.prepared.open if one.task not in run.failed]
-    sample = sample_documents(requests, CHECK_REQUESTS)[: 2 * CHECK_REQUESTS]
+    budget = max(CHECK_SECONDS, CHECK_SHARE * run.pace.total)
+    sample: list[Request] = []
+    seconds = 0.0
+    for one in sample_documents(requests, CHECK_REQUESTS):
+        new_document = not sample or (sample[-1].task, sample[-1].doc_id) != (one.task, one.doc_id)
+        if sample and new_document and seconds > budget:
+            break
+        sample.append(one)
+        seconds += run.pace.cost.get(one.id, 0.01)
     if not sample:
         return None
-    seconds = sum(run.pace.cost.get(one.id, 0.01) for one in sample)
     return Shard(id=digest_of([run.id, "check"]), requests=tuple(sample), seconds=max(1.0, seconds))
 
 
