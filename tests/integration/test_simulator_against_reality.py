@@ -33,10 +33,14 @@ def real_job(folder: Path) -> Path:
     command = [sys.executable, "-m", "planner.cli", "run", str(CONFIG), "--slots", "2", "--state-dir", str(folder)]
     for setting in settings:
         command += ["--set", setting]
-    done = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, timeout=280, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [*command, "--json"], capture_output=True, text=True, timeout=240, check=False, env=environment
+        )
+    finally:
+        down = [sys.executable, "-m", "planner.cli", "down", "--state-dir", str(folder)]
+        subprocess.run(down, capture_output=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     answer = json.loads(done.stdout)
     assert answer["state"] == "done"
