@@ -100,8 +100,9 @@ class Agreement:
     """Mean loss per token of the global batch."""
     stop: str | None
     """A reason from :data:`STOPS` if any rank was told to stop."""
-    regroup: bool = False
-    """Whether any rank was told to re-form at this step's end."""
+    regroup: int = 0
+    """The incarnation in which some rank was told to re-form at this step's end; 0: none was. A re-form for another
+    reason before that end makes the wish void."""
 
 
 @dataclass
@@ -307,7 +308,8 @@ class StepWork:
             )
         wanted = [reason for reason, vote in zip(STOPS, votes, strict=False) if vote]
         stop = wanted[-1] if wanted else None
-        return Agreement(loss=loss_sum / self.plan.tokens, stop=stop, regroup=votes[-1] > 0)
+        wished = self.machine.membership.incarnation if votes[-1] > 0 else 0
+        return Agreement(loss=loss_sum / self.plan.tokens, stop=stop, regroup=wished)
 
     # ------------------------------------------------------------ update
 

@@ -280,7 +280,7 @@ class Trainer:
             self.stage = Stage.LEAVE
             return
         self._next_attempt()
-        if agreement.regroup:
+        if agreement.regroup and agreement.regroup == self.incarnation:
             healing.turn(self)
 
     def _next_attempt(self) -> None:

@@ -76,8 +76,8 @@ def leaving(quick: bool) -> list[Figure]:
 def _median(name: str, values: Sequence[float], unit: str, bar: str, limit: float, note: str = "") -> Figure:
     middle = statistics.median(values)
     return Figure(
-        name=name, value=middle, unit=unit, bar=bar, reached=middle < limit if bar else None, runs=len(values), low=min(values),
-        high=max(values), note=note,
+        name=name, value=middle, unit=unit, bar=bar, reached=middle < limit if bar else None, runs=len(values),
+        low=min(values), high=max(values), note=note,
     )  # fmt: skip
 
 
