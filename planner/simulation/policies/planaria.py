@@ -233,7 +233,7 @@ class Planaria(Policy):
         state = self.escalation.get(job.name, State())
         self.escalation[job.name] = escalate(state, RanksStarted()).state
         held = self._held(job)
-        stages = [("start", self.given.process_start), ("load", self.given.load_peer if job.run_clock else 0.0)]
+        stages = [("start", self.given.process_start), ("load", self.given.load_peer)]
         self.sim.follow(job, stages, lambda: self._train(job, held))
 
     def _train(self, job: RunningJob, active: Sequence[int]) -> None:
