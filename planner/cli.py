@@ -296,8 +296,8 @@ def watch(
 ) -> None:
     """Evaluate each checkpoint that appears in a directory, Megatron or Hugging Face layout."""
     _call(
-        "evalsched.watch_command:watch_command", directory=directory, tasks=tasks, limit=limit, order=order, workers=workers,
-        output=output, include_path=include_path, once=once, state_dir=state_dir,
+        "evalsched.watch_command:watch_command", directory=directory, tasks=tasks, limit=limit, order=order,
+        workers=workers, output=output, include_path=include_path, once=once, state_dir=state_dir,
     )  # fmt: skip
 
 
