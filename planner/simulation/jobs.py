@@ -113,9 +113,10 @@ class RunningJob:
         self._redo(whole * back / span if span > 0 else 0.0)
         self.run_clock -= back
 
-    def redo_part_of_step(self, share: float) -> None:
-        """Do ``share`` of a step again: the micro-batches that a lost rank had done."""
-        seconds = self.spec.seconds_of_step(len(self.active)) * share
+    def share_micro_batches(self, replicas: int) -> None:
+        """Peers do again what the lost one of ``replicas`` had done of this step: half of it on average, shared out
+        over the others (Unicron: k/(DP - 1) micro-batches more for each)."""
+        seconds = self.spec.seconds_of_step(len(self.active)) * 0.5 / (replicas - 1)
         self._redo(min(self.rate * seconds, self.account.useful - self.saved_useful))
 
     def _redo(self, flop: float) -> None:

@@ -349,7 +349,7 @@ class Planaria(Policy):
             self._restart_all(job, stages)
             return
         self.sim.settle(job)
-        job.redo_part_of_step(0.5 / replicas)
+        job.share_micro_batches(replicas)
         job.active = survivors
         stages.append(("reallocate", self._reform(len(survivors))))
         self.sim.follow(job, stages, lambda: self._train(job, job.active))

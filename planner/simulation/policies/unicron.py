@@ -33,8 +33,12 @@ class Unicron(PartitionedPolicy):
         """SEV3: retry in place. SEV2: the process starts again. SEV1: the node is isolated, all are planned."""
         job, failure = strike.job, strike.failure
         given = self.given
-        if len(strike.nodes) >= job.spec.replicas(len(job.active)):
+        replicas = job.spec.replicas(len(job.active))
+        if len(strike.nodes) >= replicas:
             self.sim.roll_back(job, given.snapshot_interval)
+        elif failure.severity != Severity.SEV3:
+            self.sim.settle(job)
+            job.share_micro_batches(replicas)
         if failure.severity == Severity.SEV1:
             self._replan(job)
             return
