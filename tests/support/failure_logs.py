@@ -61,7 +61,7 @@ BY_THE_KERNEL = [
     ("gpu_lost", "NVRM: Xid (PCI:0000:9b:00): 79, pid=4711, name=python3, GPU has fallen off the bus.", "SEV1"),
     ("nvlink_error", "NVRM: Xid (PCI:0000:9b:00): 74, pid='<unknown>', NVLink: fatal error detected on link 2", "SEV1"),
     ("ecc_error", "NVRM: Xid (PCI:0000:9b:00): 48, pid=1, uncorrectable double bit error (DBE) detected", "SEV1"),
-    ("gpu_driver_error", "NVRM: Xid (PCI:0:9b:00): 119, Timeout after 45s of waiting for RPC response from GPU", "SEV1"),
+    ("gpu_driver_error", "NVRM: Xid (PCI:0:9b:00): 119, Timeout after 45s of waiting for an RPC response", "SEV1"),
     ("invalid_dma_mapping", "AMD-Vi: Event logged [IO_PAGE_FAULT device=9b:00.0 address=0x7f0000]", "SEV1"),
     ("host_out_of_memory", "Memory cgroup out of memory: Killed process 4711 (pt_main_thread) total-vm:99kB", "SEV2"),
     ("link_flapping", "mlx5_core 0000:9b:00.0 ens5f0np0: Link down", "SEV3"),
