@@ -72,8 +72,8 @@ class RunningJob:
 
     @property
     def jitter(self) -> float:
-        """Share of running time that goes to jitter; below full size it counts as degraded."""
-        return self.spec.jitter if self.rate >= self.full * (1 - 1e-9) else 0.0
+        """Share of running time that is no step, or too slow a one; slow steps below full size count as degraded."""
+        return self.spec.gaps + (self.spec.jitter if self.rate >= self.full * (1 - 1e-9) else 0.0)
 
     @property
     def kept_share(self) -> float:

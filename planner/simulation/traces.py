@@ -228,11 +228,11 @@ def _events(reader: _Reader) -> Trace:
     rates[workers] = 1 / found.healthy_step
     profile = ThroughputProfile.of(rates, {count: Layout(data=count) for count in counts})
     given = reader.parameters.training
-    at_full = [line for line in metrics if int(line["workers"]) == workers]
+    gaps, jitter = _jitter(found, [line for line in metrics if int(line["workers"]) == workers])
     job = TrainingJob(
         name=str(next((event.job for event in events if event.job), "job")), weight=1.0, profile=profile, min_nodes=1,
         step_flop=1.0, step_seconds=found.healthy_step, submit=0.0, flop=float(found.steps_kept),
-        checkpoint_interval=given.checkpoint_interval, jitter=_jitter(found, at_full),
+        checkpoint_interval=given.checkpoint_interval, gaps=gaps, jitter=jitter,
     )  # fmt: skip
     start = next(e.time for e in events if e.action == Action.JOB_STATE and e.new == JobState.STARTING)
     return Trace(
@@ -271,11 +271,13 @@ def _measured(parameters: Parameters, found: Account, events: list[Event]) -> Pa
     )
 
 
-def _jitter(found: Account, at_full: Sequence[Mapping[str, Any]]) -> float:
-    """Share of the stepping time at full size beyond the steps themselves (``other``)."""
-    steps = len({line["step"] for line in at_full}) * found.healthy_step
-    other = found.losses["other"]
-    return other / (steps + other) if steps + other > 0 else 0.0
+def _jitter(found: Account, at_full: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """``other`` in two parts: the share of stepping time between steps, and that of slow steps at full size."""
+    other, steps = found.losses["other"], len({line["step"] for line in at_full}) * found.healthy_step
+    slow = min(other, max(0.0, sum(float(line["seconds"]) for line in at_full) - steps))
+    stepping = found.effective + sum(found.losses[name] for name in ("redo", "degraded", "other"))
+    gaps = (other - slow) / stepping if stepping > 0 else 0.0
+    return gaps, slow / (steps + slow) * (1 - gaps) if steps + slow > 0 else 0.0
 
 
 def _newcomer(events: list[Event], default: float) -> float:

@@ -29,8 +29,10 @@ class TrainingJob:
     checkpoint_interval: float
     submit: float
     flop: float | None
+    gaps: float = 0.0
+    """Share of running time between steps (validation, bookkeeping), where measured."""
     jitter: float = 0.0
-    """Share of running time at full size that goes to slow steps, first steps and validation, where measured."""
+    """Share of running time at full size that goes to slow steps, where measured."""
 
     def rate(self, nodes: int) -> float:
         """Weighted FLOP/s on ``nodes`` (0 where not listed)."""

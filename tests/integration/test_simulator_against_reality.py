@@ -27,8 +27,10 @@ CONFIG = Path(__file__).parents[2] / "configs" / "pretrain" / "tiny-llama.yaml"
 def real_job(folder: Path) -> Path:
     """Run the job to its end; the folder with its log."""
     settings = [
-        "steps=60", "evaluate.tasks=[]", "checkpoint.export=false", "checkpoint.every_steps=20",
-        "batch={global: 8, micro: 2}", "workers={min: 2, max: 2}", "faults=[{at_step: 25, rank: 1, kind: sigkill}]",
+        "steps=100", "evaluate.tasks=[]", "checkpoint.export=false", "checkpoint.every_steps=20",
+        "batch={global: 8, micro: 2}", "workers={min: 2, max: 2}",
+        "model={layers: 2, hidden_size: 64, ffn_hidden_size: 128, heads: 2, kv_heads: 2, seq_length: 64}",
+        "faults=[{at_step: 40, rank: 1, kind: sigkill}]",
     ]  # fmt: skip
     command = [sys.executable, "-m", "planner.cli", "run", str(CONFIG), "--slots", "2", "--state-dir", str(folder)]
     for setting in settings:
