@@ -25,11 +25,15 @@ def _run(folder: Path) -> dict[str, Any]:
     return document
 
 
-def publication_to_report(events: list[dict[str, Any]]) -> list[float]:
-    """Seconds from each ``checkpoint.published`` to the ``report.published`` of the same step."""
-    published = {event["step"]: event["time"] for event in events if event["action"] == "checkpoint.published"}
-    reported = {event["step"]: event["time"] for event in events if event["action"] == "report.published"}
-    return [reported[step] - published[step] for step in sorted(published) if step in reported]
+def publication_to_report(job: Path) -> list[float]:
+    """Seconds from each checkpoint's publication to its ``results.json``, for all checkpoints that have both."""
+    delays = []
+    for event in read_json_lines(job / "events.jsonl"):
+        if event["action"] == "checkpoint.published":
+            results = job / "reports" / f"step-{event['step']:08d}" / "results.json"
+            if results.exists():
+                delays.append(results.stat().st_mtime - event["time"])
+    return delays
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -39,9 +43,8 @@ def measure(quick: bool) -> list[Figure]:
         folder = Path(parent) / "state"
         document = _run(folder)
         job = folder / "jobs" / document["job"]
-        events = list(read_json_lines(job / "events.jsonl"))
+        delays = publication_to_report(job)
         steps = [line["seconds"] for line in read_json_lines(job / "metrics.jsonl")]
-    delays = publication_to_report(events)
     healed = document["faults"][0]["recovered_seconds"]
     first, last = (
         document["checkpoints"][index]["results"]["stdlib_bits_per_byte"]["bits_per_byte"] for index in (0, -1)
@@ -58,7 +61,7 @@ def measure(quick: bool) -> list[Figure]:
             runs=len(delays),
             low=min(delays),
             high=max(delays),
-        ),  # fmt: skip
+        ),
         Figure(name="ETTR of the demo's job", value=float(document["ettr"]), unit=""),
         Figure(name="bits per byte, first to last checkpoint", value=first - last, unit="bits fewer"),
     ]
