@@ -23,14 +23,16 @@ from planner.leases import Lease
 from planner.messages import LeaveCollective, Reform, StopRanks, TellRanks
 from planner.rank_map import Grid, enlarged, grid, without
 
-LEAVE_SECONDS = 2.0
+LEAVE_SECONDS = 5.0
 """A rank that is still in the collective this long after it was told to leave is hung; ranks that may first finish
 the micro-batches in hand get three steps' time."""
-SILENT_SECONDS = 0.7
+SILENT_SECONDS = 1.5
 """The same where ranks are past the limit of a step already: whoever is sound waits in a collective, and is out at
 once."""
 REFORM_SECONDS = 60.0
 """Longest re-forming, from the order to the last rank's word."""
+SAVE_SECONDS = 60.0
+"""The same while a checkpoint is written: a rank that writes a file notices nothing before it is done."""
 JOINER_SECONDS = 180.0
 """Longest start of a rank that is to join."""
 JOIN_PAUSE = 5.0
@@ -72,6 +74,8 @@ def begin(turn: Turn, broken: Iterable[int] = (), *, overdue: bool = False) -> N
     if job.stage != "leaving":
         turn.stage("leaving")
         patience = SILENT_SECONDS if overdue else max(LEAVE_SECONDS, 3.0 * (job.step_seconds or 0.0))
+        if any(rank.phase == "save" for rank in job.alive()):
+            patience = SAVE_SECONDS
         job.due = turn.now + patience
         for rank in job.ranks:
             rank.reformed = True

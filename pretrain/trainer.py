@@ -335,7 +335,7 @@ class Trainer:
         assert self.validation is not None
         self.enter("validate")
         self.machine.injector.fire(Phase.EVALUATE, self.state.step)
-        return self.validation.loss(self.machine.chunk, self.machine.layout)
+        return self.validation.loss(self.machine.chunk, self.machine.layout, self.machine.membership.check)
 
     def _save(self, *, insist: bool = False) -> None:
         """Save now; without ``insist`` a failed save is tried again after a few more steps."""

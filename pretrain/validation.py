@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,21 +33,23 @@ class Validation:
         self._chosen = [index * samples.count // count for index in range(count)]
 
     @torch.no_grad()
-    def loss(self, chunk: Any, layout: Layout) -> float:
-        """Mean loss per token, equal on every rank (collective)."""
+    def loss(self, chunk: Any, layout: Layout, check: Callable[[], None] = lambda: None) -> float:
+        """Mean loss per token, equal on every rank (collective); ``check`` is called before each micro-batch and may
+        raise to break the measurement off."""
         batches = [self._chosen[start : start + self._micro] for start in range(0, len(self._chosen), self._micro)]
         own = [batches[index] for index in assign(len(batches), layout.data)[layout.data_rank]]
         sums: list[float] = []
         # Micro-batches of a pipelined pass have one shape, so a smaller last one makes a pass of its own.
         for batch_size in sorted({len(batch) for batch in own}, reverse=True):
-            self._pass(chunk, [batch for batch in own if len(batch) == batch_size], sums)
+            self._pass(chunk, [batch for batch in own if len(batch) == batch_size], sums, check)
         speaks = layout.last_stage and layout.tensor_rank == 0
         total = torch.tensor([math.fsum(sums) if speaks else 0.0], dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return float(total.item()) / (len(self._chosen) * self._samples.seq_length)
 
-    def _pass(self, chunk: Any, batches: list[list[int]], sums: list[float]) -> None:
+    def _pass(self, chunk: Any, batches: list[list[int]], sums: list[float], check: Callable[[], None]) -> None:
         def step(queue: Iterator[list[int]], model: Any) -> tuple[Any, Any]:
+            check()
             tokens = torch.from_numpy(self._samples.batch(next(queue))).to(self._device)
             return forward(model, tokens), partial(note)
 

@@ -65,7 +65,7 @@ class ReformCluster:
     server: RankServer
     replace: bool = False
     """Start a replacement for each replica that is lost, and take it in."""
-    hung_seconds: float = 1.0
+    hung_seconds: float = 8.0
     """A rank that has not left this long after the others is ended."""
     incarnation: int = 1
     members: list[Member] = field(default_factory=list)

@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_leave_is_ended() -> None:
     for rank in (0, 1, 3):
         play.left(rank)
     assert not play.orders()
-    play.do(Tick(), later=1.0)
+    play.do(Tick(), later=2.0)
     stop = play.sent(StopRanks)[-1]
     assert (stop.ranks, stop.capture_stack) == ([2], True)
     assert play.orders()[-1].ranks == {0: 0, 1: 1, 3: 2}, "the others need not wait until it is gone"
