@@ -107,12 +107,11 @@ def _gen_kwargs(text: str | None) -> dict[str, Any] | None:
         except ValueError as error:
             raise BadInputError(f"--gen-kwargs {text[:80]}: not valid JSON ({error})") from error
         return dict(data)
+    if wrong := [part for part in text.split(",") if part.strip() and not part.partition("=")[1]]:
+        raise BadInputError(f"--gen-kwargs {text[:80]}: {wrong[0]!r} has no value; write key=value,key=value")
     from lm_eval.utils import simple_parse_args_string
 
-    try:
-        return dict(simple_parse_args_string(text))
-    except (ValueError, IndexError, AssertionError) as error:
-        raise BadInputError(f"--gen-kwargs {text[:80]}: write key=value,key=value ({one_line(error)[:100]})") from error
+    return dict(simple_parse_args_string(text))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Runs evaluations to their end over whatever workers there are: the core of the scheduler and of ``planaria eval``.
 
 One thread calls :meth:`Conductor.tick` several times a second. What takes long (hashing, recording, scoring) runs in
-a small pool beside it and only returns values. Responses are written to the ledger before anything is concluded from
+threads beside it and only returns values. Responses are written to the ledger before anything is concluded from
 them, so that a conductor that is killed at any instant repeats at most what was in flight.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,6 @@ class Conductor:
         self.desk = MetricDesk(self.table, self.dispatches.post, lambda: self.roster.metric())
         self._scorer = scorer
         self._position = store.position(self._reader)
-        self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="evaluation")
         self._work: dict[str, Future[Any]] = {}
         self._recording = threading.Lock()
 
@@ -135,7 +134,7 @@ class Conductor:
             return prepare(spec, model, self.ledger, lambda job: record_somewhere(self.desk, job, spec.id))
 
     def _submit(self, run: Run, function: Callable[..., Any], *arguments: Any) -> None:
-        self._work[run.id] = self._pool.submit(function, *arguments)
+        self._work[run.id] = in_background(function, *arguments)
 
     def _set_state(self, run: Run, state: TrialState, reason: str = "") -> None:
         old, run.state, run.reason = run.state, state, reason
@@ -170,7 +169,7 @@ class Conductor:
 
     def close(self) -> None:
         """Give up what runs beside the ticks; nothing is lost by it."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.desk.close()
 
     # ------------------------------------------------------------------ answers
 
@@ -569,3 +568,17 @@ class Conductor:
             else:
                 counts["queued" if run.state in (TrialState.QUEUED, TrialState.RECORDING) else "running"] += tasks
         return counts | {"workers": len(self.live()), "shards_out": len(self.out)}
+
+
+def in_background(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call ``function`` in a thread of its own that never keeps the process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # whoever takes the result decides
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="evaluation", daemon=True).start()
+    return future

@@ -54,8 +54,13 @@ class MetricDesk:
         self._table, self._send, self._alive = table, send, alive
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         self.expected = False
         """Whether a metric worker is there or on its way."""
+
+    def close(self) -> None:
+        """Let nobody wait any longer: whoever hands answers in is about to stop."""
+        self._closed.set()
 
     def waits_for(self, dispatch: str) -> bool:
         """Whether somebody waits for this answer."""
@@ -98,13 +103,15 @@ class MetricDesk:
     def _await_worker(self) -> None:
         until = time.monotonic() + COME_UP_SECONDS
         while not self._alive():
-            if not self.expected or time.monotonic() > until:
+            if not self.expected or time.monotonic() > until or self._closed.is_set():
                 raise NoMetricWorkerError("no metric worker is there")
             time.sleep(POLL_SECONDS)
 
     def _wait(self, call: _Call) -> Ended:
         began, before = time.monotonic(), set(self._alive())
         while not call.done.wait(0.2):
+            if self._closed.is_set():
+                raise WorkFailedError("given up: the conductor ended")
             if not before & set(self._alive()):
                 raise NoMetricWorkerError("the metric workers died")
             if time.monotonic() - began > LONGEST_SECONDS:
