@@ -62,28 +62,40 @@ def _tail(lines: list[str], limit: int) -> str:
 
 
 def next_lines(files: Iterable[Path] | None = None) -> list[dict[str, Any]]:
-    """Which line really follows: ``{"module", "context", "choices" (4), "answer"}``.
+    """Which line really follows, its beginning given: ``{"module", "context", "choices" (4), "answer"}``.
 
-    The wrong choices are other lines of the same file, those nearest in length from a random draw, so that
-    neither length nor vocabulary gives the answer away.
+    The context ends in the middle of the line; the choices are its second half and those of three other lines of the
+    same file, nearest in length from a random draw, so that neither length nor vocabulary gives the answer away.
+    (With whole lines to choose from, a model of a million parameters after minutes of training is at chance.)
     """
     rng = random.Random(f"{SEED}-choices")
     found: list[dict[str, Any]] = []
     for module, source in _sources(files):
         lines = source.splitlines()
-        usable = [line for line in lines if len(line.strip()) >= 8 and len(line.encode()) <= CHOICE_BYTES]
+        ends = [parts[1] for line in lines if (parts := _halves(line))]
         for number in range(4, len(lines), 7):
-            truth = lines[number]
-            context = _tail(lines[:number], CONTEXT_BYTES)
-            if len(truth.strip()) < 8 or len(truth.encode()) > CHOICE_BYTES or not context.strip():
+            parts = _halves(lines[number])
+            if parts is None:
                 continue
-            wrong = _distractors(truth, usable, rng)
+            start, truth = parts
+            context = _tail(lines[:number], CONTEXT_BYTES - len(start.encode())) + start
+            wrong = _distractors(truth, ends, rng)
             if len(wrong) < 3:
                 continue
             choices = [truth, *wrong]
             rng.shuffle(choices)
             found.append({"module": module, "context": context, "choices": choices, "answer": choices.index(truth)})
     return _chosen(found, "next_lines")
+
+
+def _halves(line: str) -> tuple[str, str] | None:
+    """Indentation and first half of a line's text, and the rest; None for one that is too short or too long."""
+    indent = len(line) - len(line.lstrip())
+    cut = indent + (len(line) - indent) // 2
+    start, end = line[:cut], line[cut:]
+    if len(end.strip()) < 6 or len(end.encode()) > CHOICE_BYTES or len(start.encode()) > CONTEXT_BYTES // 2:
+        return None
+    return start, end
 
 
 def _distractors(truth: str, usable: list[str], rng: random.Random) -> list[str]:

@@ -49,9 +49,15 @@ def test_documents_are_the_same_every_time_and_enough(make: object) -> None:
 
 
 def test_choices_fit_the_window_in_bytes() -> None:
+    sources = {
+        (path.stem if path.stem != "__init__" else path.parent.name): path.read_text().expandtabs(8).splitlines()
+        for path in held_out_files()
+    }
     for doc in stdlib_tasks.next_lines():
         assert all(2 + len((doc["context"] + choice).encode()) <= WINDOW for choice in doc["choices"])
-        assert doc["context"].endswith("\n")
+        true_line = doc["context"].rpartition("\n")[2] + doc["choices"][doc["answer"]]
+        assert true_line in sources[doc["module"]]
+        assert doc["context"].rpartition("\n")[2].strip(), "the line's beginning is given"
 
 
 def test_completions_fit_the_window_and_hold_their_answer() -> None:
