@@ -71,6 +71,11 @@ class EvalSettings:
     allow_unsafe_code: bool = False
     """Accept code-execution metrics where the sandbox's kernel features are missing."""
 
+    def __post_init__(self) -> None:
+        # 6 and 6.0 are one limit: spelt alike, they lead to one key in the ledger, whoever asks.
+        if isinstance(self.limit, int) and not isinstance(self.limit, bool):
+            object.__setattr__(self, "limit", float(self.limit))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which :meth:`from_json` makes an equal value."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]

@@ -156,8 +156,8 @@ def test_an_unwritable_folder_is_refused_for_an_ordinary_user(world: World, tmp_
     tmp_path.chmod(0o755)
     code = (
         "import sys; from pathlib import Path; from tests.support.redis import drop_to_nobody\n"
-        f"drop_to_nobody(Path({str(tmp_path)!r}))\n"
         "from evalsched.evaluate import busy_folder\n"
+        f"drop_to_nobody(Path({str(tmp_path)!r}))\n"
         f"with busy_folder(Path({str(locked / 'out')!r})): pass"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
