@@ -16,12 +16,13 @@ from planner.stdlib_corpus import held_out_files
 
 SEED = 2024
 PASSAGE_BYTES = 1000
-CONTEXT_BYTES = 168
-CHOICE_BYTES = 60
+CONTEXT_BYTES = 200
+END_BYTES = (4, 14)
 """Context and choice together stay below 254 bytes: a window of 256 less a begin-of-text and a new token."""
 COMPLETE_CONTEXT_BYTES = 200
 MAX_DOCUMENTS = {"passages": 1000, "next_lines": 1000, "completions": 500}
 
+_WORD = re.compile(r"[A-Za-z_]{6,}")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{5,23}")
 
 
@@ -62,49 +63,49 @@ def _tail(lines: list[str], limit: int) -> str:
 
 
 def next_lines(files: Iterable[Path] | None = None) -> list[dict[str, Any]]:
-    """Which line really follows, its beginning given: ``{"module", "context", "choices" (4), "answer"}``.
+    """How a line really goes on: ``{"module", "context", "choices" (4), "answer"}``.
 
-    The context ends in the middle of the line; the choices are its second half and those of three other lines of the
-    same file, nearest in length from a random draw, so that neither length nor vocabulary gives the answer away.
-    (With whole lines to choose from, a model of a million parameters after minutes of training is at chance.)
+    The context ends inside a word. The wrong choices are ends of other lines of the same file, cut inside a
+    word too, those nearest in length from a random draw, so that neither length nor vocabulary gives the
+    answer away. Whole lines were tried: a model of some million parameters learns nothing about them in the
+    minutes of a demonstration, while ends of lines tell its first checkpoint from its last.
     """
     rng = random.Random(f"{SEED}-choices")
     found: list[dict[str, Any]] = []
     for module, source in _sources(files):
         lines = source.splitlines()
-        ends = [parts[1] for line in lines if (parts := _halves(line))]
-        for number in range(4, len(lines), 7):
-            parts = _halves(lines[number])
-            if parts is None:
+        cuts = [_cut(line, rng) for line in lines]
+        ends = [line[cut:] for line, cut in zip(lines, cuts, strict=True) if cut]
+        for number in range(4, len(lines)):
+            cut = cuts[number]
+            if not cut:
                 continue
-            start, truth = parts
-            context = _tail(lines[:number], CONTEXT_BYTES - len(start.encode())) + start
+            truth, begun = lines[number][cut:], lines[number][:cut]
+            context = _tail(lines[:number], CONTEXT_BYTES - len(begun.encode())) + begun
             wrong = _distractors(truth, ends, rng)
-            if len(wrong) < 3:
-                continue
-            choices = [truth, *wrong]
-            rng.shuffle(choices)
-            found.append({"module": module, "context": context, "choices": choices, "answer": choices.index(truth)})
+            if len(wrong) == 3 and "\n" in context:
+                choices = [truth, *wrong]
+                rng.shuffle(choices)
+                found.append({"module": module, "context": context, "choices": choices, "answer": choices.index(truth)})
     return _chosen(found, "next_lines")
 
 
-def _halves(line: str) -> tuple[str, str] | None:
-    """Indentation and first half of a line's text, and the rest; None for one that is too short or too long."""
-    indent = len(line) - len(line.lstrip())
-    cut = indent + (len(line) - indent) // 2
-    start, end = line[:cut], line[cut:]
-    if len(end.strip()) < 6 or len(end.encode()) > CHOICE_BYTES or len(start.encode()) > CONTEXT_BYTES // 2:
-        return None
-    return start, end
+def _cut(line: str, rng: random.Random) -> int:
+    """A place inside a word of six letters or more, three letters into it or later, near the line's end; 0: none."""
+    places = [
+        place
+        for match in _WORD.finditer(line)
+        for place in range(match.start() + 3, match.end() - 1)
+        if END_BYTES[0] <= len(line[place:].encode()) <= END_BYTES[1] and len(line.encode()) <= CONTEXT_BYTES // 2
+    ]
+    return rng.choice(places) if places else 0
 
 
-def _distractors(truth: str, usable: list[str], rng: random.Random) -> list[str]:
-    drawn = rng.sample(usable, min(40, len(usable)))
-    unlike = [line for line in dict.fromkeys(drawn) if line.strip() != truth.strip()]
-    distinct: dict[str, str] = {}
-    for line in sorted(unlike, key=lambda line: abs(len(line) - len(truth))):
-        distinct.setdefault(line.strip(), line)
-    return list(distinct.values())[:3]
+def _distractors(truth: str, ends: list[str], rng: random.Random) -> list[str]:
+    """Three ends of other lines that begin with another letter than the true one and differ from each other."""
+    drawn = dict.fromkeys(rng.sample(ends, min(40, len(ends))))
+    unlike = [end for end in drawn if end[0] != truth[0]]
+    return sorted(unlike, key=lambda end: abs(len(end) - len(truth)))[:3]
 
 
 def completions(files: Iterable[Path] | None = None) -> list[dict[str, Any]]:

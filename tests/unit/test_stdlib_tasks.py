@@ -74,7 +74,9 @@ def test_choices_differ_and_their_place_and_length_tell_nothing() -> None:
     assert all(0.2 < places[n] / len(documents) < 0.3 for n in range(4))
     longest = shortest = 0
     for doc in documents:
-        assert len({choice.strip() for choice in doc["choices"]}) == 4
+        assert len(set(doc["choices"])) == 4
+        wrong = [choice for n, choice in enumerate(doc["choices"]) if n != doc["answer"]]
+        assert all(choice[0] != doc["choices"][doc["answer"]][0] for choice in wrong)
         lengths = [len(choice) for choice in doc["choices"]]
         longest += lengths[doc["answer"]] == max(lengths) and lengths.count(max(lengths)) == 1
         shortest += lengths[doc["answer"]] == min(lengths) and lengths.count(min(lengths)) == 1
