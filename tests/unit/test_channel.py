@@ -93,7 +93,7 @@ def test_hello_is_the_first_line_and_messages_follow_in_order(place: Path) -> No
     channel = SocketChannel(place, HELLO)
     for step in range(20):
         channel.send(phase(step))
-    until(lambda: len(agent.lines[0]) == 21)
+    until(lambda: agent.lines and len(agent.lines[0]) == 21)
     assert agent.lines[0][0] == HELLO.model_dump()
     assert steps(agent.lines[0]) == list(range(20))
     channel.close()
@@ -104,7 +104,7 @@ def test_messages_while_the_agent_is_away_arrive_once_in_order_after_a_new_hello
     agent = Agent(place)
     channel = SocketChannel(place, HELLO)
     channel.send(phase(0))
-    until(lambda: steps(agent.lines[0]) == [0])
+    until(lambda: agent.lines and steps(agent.lines[0]) == [0])
     agent.die()
     until(lambda: channel._socket is None)
     for step in range(1, 6):
@@ -166,7 +166,7 @@ def test_garbage_is_refused_and_the_rank_stays_up(place: Path, garbage: bytes) -
     agent.say(garbage + STOP.model_dump_json().encode() + b"\n")
     until(lambda: got == [STOP])
     channel.send(phase(1))
-    until(lambda: steps(agent.lines[0]) == [1])
+    until(lambda: agent.lines and steps(agent.lines[0]) == [1])
     channel.close()
     agent.die()
 
