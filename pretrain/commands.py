@@ -32,6 +32,8 @@ EXIT_OF = {
 """Exit code of ``--wait`` and ``run`` by the job's last state."""
 ACCEPT_SECONDS = 30.0
 """How long a submitted job may take to appear in the cluster's list."""
+STACK_PATIENCE = 20.0
+"""Seconds that `run` and `demo` wait for their own Redis, which somebody may have taken down."""
 POLL_SECONDS = 0.2
 
 
@@ -116,7 +118,7 @@ def run(*, config: Path, slots: int | None, state_dir: Path | None, overrides: l
     check_slots(settings, config, devices.slots, "this run has")
     started = time.monotonic()
     stack = start_stack(state_dir, slots=devices.slots, remember=False)
-    store = ClusterStore(stack.url, stack.secret)
+    store = ClusterStore(stack.url, stack.secret, patience=STACK_PATIENCE)
     try:
         with preemptible() as asked:
             job = send(store, settings)

@@ -25,7 +25,7 @@ from planner.pretrain_config import PretrainConfig
 from planner.resources import configs_dir
 from planner.stack import start_stack, stop_stack
 from planner.store import ClusterStore
-from pretrain.commands import EXIT_OF, Asked, final_record, preemptible, send
+from pretrain.commands import EXIT_OF, STACK_PATIENCE, Asked, final_record, preemptible, send
 from pretrain.demo_view import DemoView
 from pretrain.evaluation_wait import open_evaluations
 from pretrain.submission import read_config
@@ -43,7 +43,7 @@ def run(*, state_dir: Path | None, json_output: bool) -> int:
     folder = state_dir or state_home() / "demo" / time.strftime("%Y%m%d-%H%M%S")
     console = Console(stderr=True)
     stack = start_stack(folder, slots=SLOTS, remember=state_dir is None)
-    store = ClusterStore(stack.url, stack.secret)
+    store = ClusterStore(stack.url, stack.secret, patience=STACK_PATIENCE)
     try:
         with preemptible() as asked, DemoView(console) as view:
             view.say(f"state in {stack.state_dir}" + (f", dashboard {stack.dashboard}" if stack.dashboard else ""))
