@@ -9,74 +9,17 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field
 
 from planner.allocation import Allocation, ClusterView, allocate
 from planner.cost_aware import EVALUATION, CostAware, CostSettings, cluster_of, held_slots, training_jobs
 from planner.errors import one_line
 from planner.event_table import EventTable, build
-from planner.lending import LendingPolicy
-from planner.loading import Settings, load
 from planner.types import Cluster, Decision, Job
 
 log = logging.getLogger(__name__)
 
-SETTINGS_FILE = "allocator.yaml"
-"""Name of the settings file in the state directory; defaults hold without it."""
 MOST_JOBS = 256
 """With more jobs no table is built: planning one event takes less time than keeping so many up to date."""
-
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class AllocatorSettings(Settings):
-    """``allocator.yaml``: what slots cost and how they fail."""
-
-    mtbf_gpu_hours: Positive = 12000.0
-    """Mean slot-hours between failures; D_running = mtbf_gpu_hours·3600/slots seconds."""
-    gpus_per_node: Annotated[int, Field(gt=0)] = 8
-    """Slots that a lost node takes along, for the table of next events."""
-    price_per_gpu_hour: Amount = 0.0
-    """Currency per slot-hour; counts only together with ``flop_value``."""
-    flop_value: Amount = 0.0
-    """FLOP that one currency unit is worth."""
-    repair_seconds: Amount = 0.0
-    """Seconds until a lost slot is back; with ``spares`` above 0, slots are held in reserve where that pays."""
-    spares: Annotated[int, Field(ge=0)] = 0
-    """Most slots held in reserve."""
-    stop_probability: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """How likely a report stops or rolls back the run that it judges (unverified default)."""
-    horizon_bound_seconds: Positive = 900.0
-    """Longest lending horizon."""
-    ageing_seconds: Positive = 3600.0
-    """A waiting report's probability grows by 1 each time that it has waited this long."""
-
-    def costs(self) -> CostSettings:
-        """As the planner takes them."""
-        return CostSettings(
-            mtbf_gpu_hours=self.mtbf_gpu_hours,
-            gpus_per_node=self.gpus_per_node,
-            price_per_gpu_hour=self.price_per_gpu_hour,
-            flop_value=self.flop_value,
-            repair_seconds=self.repair_seconds,
-            spares=self.spares,
-            stop_probability=self.stop_probability,
-            lending=LendingPolicy(horizon_bound=self.horizon_bound_seconds, ageing_seconds=self.ageing_seconds),
-        )
-
-
-def read_settings(state_dir: Path | None) -> CostSettings:
-    """The settings of a state directory, or the defaults.
-
-    Raises:
-        BadInputError: the file is there and wrong.
-    """
-    path = None if state_dir is None else state_dir / SETTINGS_FILE
-    return load(AllocatorSettings, path).costs() if path is not None and path.exists() else CostSettings()
 
 
 class Foresight:
@@ -102,6 +45,10 @@ class Foresight:
         allocation = allocate(view, now, planner)
         self._look_ahead(view, slots)
         return allocation
+
+    def use(self, settings: CostSettings) -> None:
+        """Decide by other settings from now on."""
+        self._planner = replace(self._planner, settings=settings)
 
     @property
     def table(self) -> EventTable | None:

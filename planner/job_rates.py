@@ -13,6 +13,8 @@ GUESSED_FLOPS = 1.0e10
 """Rate of one slot before anything was measured; only ratios between counts matter then."""
 GUESSED_SCALING = 0.95
 """Share of the linear rate that each doubling keeps, where it was not measured."""
+EVIDENCE_STEPS = 20.0
+"""Steps at which a count's own measurement weighs as much as what the best measured count lets expect."""
 
 
 def feasible(job: JobRecord) -> tuple[int, ...]:
@@ -49,17 +51,27 @@ def measure(job: JobRecord, workers: int, seconds: float) -> None:
 
 
 def rates(job: JobRecord) -> dict[int, float]:
-    """Aggregate FLOP/s per feasible count: measured where it was, scaled from the nearest measured count elsewhere."""
+    """Aggregate FLOP/s per feasible count: measured where it was, scaled from the nearest measured count elsewhere.
+
+    A few steps say little (a neighbour may have been busy), so each measurement is drawn towards what the count with
+    the most steps lets expect, by ``steps/(steps + EVIDENCE_STEPS)`` on a logarithmic scale: a job that ran a handful
+    of slow steps at a count is not kept away from it.
+    """
     table = MeasuredTable.from_json(job.measured)
-    known = {count: rate.flops for count in table.entries if (rate := table.rate(count)) is not None}
+    known = {count: rate.flops for count in table.entries if (rate := table.rate(count)) is not None and rate.flops > 0}
+    if not known:
+        return {count: _scaled(GUESSED_FLOPS, 1, count) for count in feasible(job)}
+    anchor = max(known, key=lambda count: (table.entries[count].steps, count))
+    for count in known.keys() - {anchor}:
+        weight = table.entries[count].steps / (table.entries[count].steps + EVIDENCE_STEPS)
+        known[count] = known[count] ** weight * _scaled(known[anchor], anchor, count) ** (1.0 - weight)
     found: dict[int, float] = {}
     for count in feasible(job):
-        if count in known:
-            found[count] = known[count]
-            continue
-        near = min(known, key=lambda other: (abs(other - count), other), default=1)
-        base = known.get(near, GUESSED_FLOPS)
-        doublings = abs((count / near) - 1.0) if count > near else abs((near / count) - 1.0)
-        scale = count / near * (GUESSED_SCALING**doublings if count > near else 1.0)
-        found[count] = base * scale
+        near = min(known, key=lambda other: (abs(other - count), other))
+        found[count] = _scaled(known[near], near, count)
     return found
+
+
+def _scaled(rate: float, near: int, count: int) -> float:
+    """``rate`` at ``near`` ranks, carried over to ``count``."""
+    return rate * count / near * (GUESSED_SCALING ** (count / near - 1.0) if count > near else 1.0)

@@ -74,8 +74,8 @@ class LendingPolicy:
 
     horizon_bound: float = 900.0
     """Longest lending horizon (s)."""
-    ageing_seconds: float = 3600.0
-    """A report's p grows by 1 for each time that it has waited this long."""
+    ageing_seconds: float = 600.0
+    """A report's p grows by 1 for each time that it has waited this long (docs/reproduction.md, "The joint result")."""
     slot_second_cost: float = 0.0
     """FLOP that a slot-second costs where slots are rented (price/3600·flop_value); 0: idle slots are free."""
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from planner.allocation import Allocation, ClusterView, NodeView
+from planner.allocator_settings import SettingsWatch
 from planner.events import Action
-from planner.foresight import Foresight, read_settings
+from planner.foresight import Foresight
 from planner.health import NodeState, judge_all, transitions
 from planner.leases import SWEEP_GUARD, Lease, RedisRestartedError, SlotsTakenError
 from planner.store import ClusterStore, NodeFacts, lease_details
@@ -35,13 +36,14 @@ class Allocator:
 
     Args:
         store: with the coordinator's fence.
-        state_dir: may hold ``allocator.yaml`` (:class:`planner.foresight.AllocatorSettings`).
+        state_dir: may hold ``allocator.yaml`` (:class:`planner.allocator_settings.AllocatorSettings`).
         decide: the decision; the cost-aware one when left out.
     """
 
     def __init__(self, store: ClusterStore, state_dir: Path | None = None, decide: Decide | None = None) -> None:
         self._store = store
-        self._decide: Decide = decide if decide is not None else Foresight(read_settings(state_dir))
+        self._settings = SettingsWatch(state_dir)
+        self._decide: Decide = decide if decide is not None else Foresight(self._settings.settings)
         remembered = store.document("node_health") or {}
         self._health: dict[str, NodeState] = {node: NodeState(state) for node, state in remembered.items()}
         self._first_seen: dict[str, float] = {}
@@ -93,6 +95,10 @@ class Allocator:
         entries = self._store.read_events(self._position)
         self._position = entries[-1].id if entries else self._position
         found = trigger(self._view, view)
+        if found in _LIGHT and self._settings.changed():
+            if isinstance(self._decide, Foresight):
+                self._decide.use(self._settings.settings)
+            return Trigger.PRICE_CHANGED
         published = any(entry.payload and entry.payload.action is Action.EXPORT_PUBLISHED for entry in entries)
         return Trigger.CHECKPOINT_PUBLISHED if published and found in _LIGHT else found
 

@@ -185,6 +185,8 @@ class ProcessTable:
         self._folder = folder
         self._selector = selector
         self._table: dict[str, Watched] = {}
+        self._strangers = set(self._children())
+        """Children that this process had before: whoever started them ends them."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def __iter__(self) -> Iterator[Watched]:
@@ -355,8 +357,10 @@ class ProcessTable:
     def reap_orphans(self) -> None:
         """Collect descendants that became our children; end those that belong to no live process."""
         own = {process.pid for process in self._table.values() if process.child is not None}
-        for pid in self._children():
-            if pid in own:
+        children = self._children()
+        self._strangers &= set(children)  # a number that is used again is none of theirs
+        for pid in children:
+            if pid in own or pid in self._strangers:
                 continue
             fields = _stat_fields(pid)
             if fields is not None and fields[0] not in ("Z", "X") and not self._belongs(pid, fields):

@@ -24,8 +24,8 @@ from planner.simulation.worlds import build_world, run_policy
 POLICIES = ("planaria", "fixed-partition", "one-job-per-dataset")
 LOANS = (0, 1, 2, 4)
 """Nodes lent by the simpler rules while anything waits."""
-AGEINGS = (600.0, 1800.0)
-"""Other values of the lending price's ageing (s) that are tried; the allocator's default is 3600."""
+AGEINGS = (200.0, 1800.0, 3600.0)
+"""Other values of the lending price's ageing (s) that are tried; the allocator's default is 600."""
 Cell = tuple[float, float, int]
 
 

@@ -155,6 +155,16 @@ def test_the_whole_family_goes_with_its_leader(tmp_path: Path) -> None:
     await_that(lambda: all(gone(pid) for pid in pids.values()), 5, f"{pids} are gone")
 
 
+def test_children_that_were_there_before_are_left_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen([PY, "-c", "import time; time.sleep(60)"])
+    shell = Shell(tmp_path)
+    shell.launch("quick", PY, "-c", "")
+    shell.serve()
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
 def test_a_successor_adopts_what_runs_and_ends_what_the_dead_left_behind(shell: Shell) -> None:
     living = shell.launch("living", PY, "-c", "import time; time.sleep(60)", lease="l1", slots=(1,))
     dead = shell.launch("dead", PY, "-c", "import os, time; os.fork() or time.sleep(60); time.sleep(60)")

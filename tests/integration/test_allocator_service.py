@@ -21,11 +21,11 @@ from tests.support.redis import SlotAgent, await_that
 class Coordinating:
     """A lock and an allocator, ticked by hand."""
 
-    def __init__(self, store: ClusterStore) -> None:
+    def __init__(self, store: ClusterStore, state_dir: Path | None = None) -> None:
         self.store = store
         token = store.table.lock("me:1:x", 1, 60.0)
         store.fence = lambda: token
-        self.allocator = Allocator(store)
+        self.allocator = Allocator(store, state_dir)
 
     def tick_until(self, condition: object, what: str, seconds: float = 20.0) -> None:
         def ready() -> bool:
@@ -211,3 +211,14 @@ def test_state_dir_is_no_part_of_the_decision(store: ClusterStore, tmp_path: Pat
     store.table.lock("me:1:x", 1)
     Allocator(store, tmp_path).tick(time.time())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_price_that_rises_while_it_runs_leaves_slots_unrented(store: ClusterStore, tmp_path: Path) -> None:
+    with SlotAgent(store, "n1", 2):
+        us = Coordinating(store, tmp_path)
+        store.set_demand("job:a", _training("a", 1, 2))
+        us.tick_until(lambda: _slots(store, "job:a") == 2, "the job has both")
+        (tmp_path / "allocator.yaml").write_text("price_per_gpu_hour: 3600.0\nflop_value: 2.0e+9\n")
+        us.tick_until(lambda: all(x.revoked is not None for x in store.leases("job:a")), "both are given back")
+    decided = [event for event in store.last_events(500) if event.action is Action.DECISION]
+    assert decided[-1].details["trigger"] == Trigger.PRICE_CHANGED

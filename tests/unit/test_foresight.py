@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from planner.allocation import ClusterView, NodeView
+from planner.allocator_settings import SETTINGS_FILE, SettingsWatch, read_settings
 from planner.cost_aware import CostAware, CostSettings
 from planner.demand import Demand
 from planner.errors import BadInputError
-from planner.foresight import SETTINGS_FILE, Foresight, read_settings
+from planner.foresight import Foresight
 from planner.leases import Lease
 
 
@@ -119,3 +120,18 @@ def test_settings_come_from_the_state_directory(tmp_path: Path) -> None:
     (tmp_path / SETTINGS_FILE).write_text("mtbf_gpu_hours: -1\n")
     with pytest.raises(BadInputError, match=r"allocator\.yaml: mtbf_gpu_hours"):
         read_settings(tmp_path)
+
+
+def test_a_price_that_changes_is_seen_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
+    watch = SettingsWatch(tmp_path)
+    assert not watch.changed()
+    (tmp_path / SETTINGS_FILE).write_text("price_per_gpu_hour: 2.0\nflop_value: 1e15\n")
+    assert watch.changed()
+    assert watch.settings.price_per_gpu_hour == 2.0
+    assert not watch.changed()
+    (tmp_path / SETTINGS_FILE).write_text("price_per_gpu_hour: -2.0\n")
+    assert not watch.changed()
+    assert watch.settings.price_per_gpu_hour == 2.0
+    (tmp_path / SETTINGS_FILE).unlink()
+    assert watch.changed()
+    assert watch.settings == CostSettings()
