@@ -22,6 +22,7 @@ from planner.job_turn import Turn
 from planner.leases import Lease
 from planner.messages import LeaveCollective, Reform, StopRanks, TellRanks
 from planner.rank_map import Grid, enlarged, grid, without
+from planner.types import Node, Slot
 
 LEAVE_SECONDS = 5.0
 """A rank that is still in the collective this long after it was told to leave is hung; ranks that may first finish
@@ -180,6 +181,7 @@ def order(
         ranks={**names, **joining},
         world_size=after.world,
         joining=sorted(joining.values()),
+        sources=_sources(job, after, names, joining),
         store_host=job.store_host,
         store_port=job.store_port,
         reason=reason,
@@ -195,6 +197,30 @@ def order(
         turn.tell(Action.REFORM_STARTED, reason=reason, workers=after.world, former=was)
     for node in nodes:
         turn.do(Send(node, TellRanks(job=job.id, incarnation=was, message=reform)))
+
+
+def _sources(job: JobRecord, after: Grid, names: Mapping[int, int], joining: Mapping[int, int]) -> dict[int, int]:
+    """Who hands its state to each new rank: the nearest data-parallel peer (:mod:`planner.transfer`)."""
+    if not joining:
+        return {}
+    from planner.topology import Topology
+    from planner.transfer import plan_transfers
+
+    where = {names[rank.rank]: Slot(rank.node, rank.slot) for rank in job.ranks if rank.rank in names}
+    where |= {joining[rank.rank]: Slot(rank.node, rank.slot) for rank in job.joiners if rank.rank in joining}
+    sizes: dict[str, int] = {}
+    for slot in where.values():
+        sizes[slot.node] = max(sizes.get(slot.node, 0), slot.index + 1)
+    topology = Topology(tuple(Node(name=name, slots=size) for name, size in sorted(sizes.items())))
+    fill = set(joining.values())
+    numbers = {slot: rank for rank, slot in where.items()}
+    transfers = plan_transfers(
+        topology,
+        {slot: after.coordinate(rank) for rank, slot in where.items() if rank in fill},
+        {slot: after.coordinate(rank) for rank, slot in where.items() if rank not in fill},
+        live_step=job.step,
+    )
+    return {numbers[one.target]: numbers[one.source] for one in transfers if isinstance(one.source, Slot)}
 
 
 def _rename(job: JobRecord, names: Mapping[int, int], joining: Mapping[int, int], now: float) -> None:

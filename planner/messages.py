@@ -254,6 +254,9 @@ class Reform(Message):
     world_size: int
     joining: list[int] = []
     """New ranks that hold no state yet: they receive it from a peer."""
+    sources: dict[int, int] = {}
+    """New rank without state → new rank that hands it over: the nearest peer with its coordinates, of equally near ones
+    the one that serves fewest. Who is not named receives from the first replica that holds the state."""
     at_boundary: bool = False
     """True: nobody is broken, so finish the step in hand first (all ranks agree on the step); False: leave at once."""
     fired_faults: list[int] = []

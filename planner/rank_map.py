@@ -43,6 +43,15 @@ class Grid:
             raise ValueError(f"rank {rank} is not one of {self.world}")
         return rank // self.tensor % self.data
 
+    def coordinate(self, rank: int) -> tuple[int, int]:
+        """(tensor, pipeline) rank of ``rank``: what replicas of the same part of the model have in common.
+
+        Raises:
+            ValueError: no such rank.
+        """
+        self.replica(rank)
+        return rank % self.tensor, rank // (self.tensor * self.data)
+
     def members(self, replica: int) -> tuple[int, ...]:
         """Ranks of a replica, ascending by (pipeline, tensor)."""
         return tuple(

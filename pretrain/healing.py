@@ -7,7 +7,7 @@ leaves weights, optimizer and gradients of the survivors as they were, so the ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from planner.severity import name_exception
 from pretrain import transfer
 from pretrain.collective import Membership, collective_of, leave_collective
 from pretrain.optimizer import build_optimizer
+from pretrain.parallel import Layout
 from pretrain.reform import PEER_TROUBLE, Account, exchange
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def enter(trainer: Trainer, order: Reform, *, newcomer: bool = False) -> None:
     accounts = exchange(account_of(trainer, newcomer))
     alignment = align([account.standing for account in accounts], trainer.config.batch.micro_batches)
     _catch_up(trainer, accounts, alignment, newcomer)
-    received = _hand_over(trainer, accounts, newcomer)
+    received = _hand_over(trainer, accounts, newcomer, order.sources)
     if trainer.on_reformed is not None:
         trainer.on_reformed(machine.layout, order.incarnation)
     redone = trainer.take_up(alignment)
@@ -174,7 +175,7 @@ def _catch_up(trainer: Trainer, accounts: Sequence[Account], alignment: Alignmen
         trainer.catching_up = False
 
 
-def _hand_over(trainer: Trainer, accounts: Sequence[Account], newcomer: bool) -> int:
+def _hand_over(trainer: Trainer, accounts: Sequence[Account], newcomer: bool, sources: Mapping[int, int]) -> int:
     """Check that all survivors are at one position, and bring the newcomers there; returns bytes received."""
     own = None if newcomer else _position(trainer)
     positions: list[_Position | None] = [None] * len(accounts)
@@ -188,18 +189,27 @@ def _hand_over(trainer: Trainer, accounts: Sequence[Account], newcomer: bool) ->
         return 0
     layout, parts = trainer.machine.layout, trainer.parts
     assert parts is not None
-    replicas = {account.standing.replica for account in accounts}
-    source = min(replicas - {accounts[rank].standing.replica for rank in receivers})
-    step = layout.tensor * (source - layout.data_rank)  # ranks of one coordinate are T apart from replica to replica
+    givers = {rank: _giver(rank, accounts, layout, sources) for rank in receivers}
     if newcomer:
-        trainer.state, received = transfer.receive(parts, layout.rank + step)
+        trainer.state, received = transfer.receive(parts, givers[layout.rank])
         _adopt(trainer, held[0])
         return received
-    if layout.data_rank == source:
+    mine = [rank for rank, giver in givers.items() if giver == layout.rank]
+    if mine:
         parts.state = trainer.state
-        same = [rank for rank in receivers if _same_place(layout.rank, rank, layout.tensor, layout.data)]
-        transfer.send(parts, same)
+        transfer.send(parts, mine)
     return 0
+
+
+def _giver(receiver: int, accounts: Sequence[Account], layout: Layout, sources: Mapping[int, int]) -> int:
+    """Who hands over its state: as ordered, if that rank holds it; else the first that does."""
+    holders = [
+        account.rank
+        for account in accounts
+        if not account.standing.newcomer and _same_place(receiver, account.rank, layout.tensor, layout.data)
+    ]
+    ordered = sources.get(receiver)
+    return ordered if ordered in holders else min(holders)
 
 
 def _same_place(one: int, other: int, tensor: int, data: int) -> bool:

@@ -1,7 +1,7 @@
 """Training state from a data-parallel peer to a rank that joins, streamed tensor by tensor and checked by hash.
 
-Each rank that joins receives from the first replica that holds the state, from the rank with its own tensor and
-pipeline coordinates; so a lost model-parallel group is rebuilt shard by shard from its replica.
+Each rank that joins receives from the nearest rank with its own tensor and pipeline coordinates that holds the state
+(:func:`planner.transfer.plan_transfers`); so a lost model-parallel group is rebuilt shard by shard from its replicas.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner import job_healing
 from planner.detection import Finding, Kind
 from planner.events import Action, JobState
 from planner.job_events import (
@@ -26,7 +27,7 @@ from planner.job_events import (
     Write,
 )
 from planner.job_machine import decide
-from planner.job_record import JobRecord
+from planner.job_record import JobRecord, RankRecord
 from planner.leases import Lease
 from planner.messages import (
     LeaveCollective,
@@ -41,6 +42,7 @@ from planner.messages import (
     StopRanks,
     TellRanks,
 )
+from planner.rank_map import Grid
 from tests.support.ranks import tiny
 
 
@@ -167,11 +169,27 @@ def test_a_dead_rank_costs_a_re_form_and_its_slot_is_filled_again() -> None:
     grow = play.orders()[-1]
     assert (grow.incarnation, grow.at_boundary, grow.joining) == (3, True, [3])
     assert grow.ranks[joiner.rank] == 3
+    assert grow.sources == {3: 0}
     play.reformed(joined=(3,))
     assert play.told(Action.RANK_JOINED)
     play.step(3)
     assert (play.job.size, play.job.stage, play.job.state) == (4, "running", JobState.RUNNING)
     assert len([a for a in play.actions if isinstance(a, StartSpecs)]) == 1, "nobody was started from a checkpoint"
+
+
+def test_state_comes_from_the_nearest_peer_and_the_load_is_shared() -> None:
+    """Two replicas on two nodes, tensor 2; three new replicas: one beside each of them and one on a third node."""
+    names = {rank: rank for rank in range(4)}
+    nodes = ["n1", "n1", "n2", "n2", "n1", "n1", "n2", "n2", "n3", "n3"]
+    records = [
+        RankRecord(rank=rank, origin=rank, node=node, slot=rank, lease="l", lease_token=1)
+        for rank, node in enumerate(nodes)
+    ]
+    job = Play().job.model_copy(update={"ranks": records[:4], "joiners": records[4:]})
+    found = job_healing._sources(job, Grid(2, 1, 5), names, {rank: rank for rank in range(4, 10)})
+    assert {rank: found[rank] for rank in range(4, 8)} == {4: 0, 5: 1, 6: 2, 7: 3}
+    assert found[8] in (0, 2)
+    assert found[9] in (1, 3)
 
 
 def test_a_retry_keeps_everybody() -> None:
