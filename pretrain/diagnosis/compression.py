@@ -19,8 +19,8 @@ from drain3.template_miner_config import TemplateMinerConfig
 from planner.errors import BadInputError
 from planner.files import write_json
 from planner.loading import Settings, validate
+from pretrain.diagnosis.kinds import is_alarming
 from pretrain.diagnosis.reading import LogLine, all_lines
-from pretrain.diagnosis.root import is_alarming
 
 HERE = Path(__file__).parent
 _LABEL = re.compile(r"^(?:\s{0,3}\d{1,5}: |\[(?:rank|default)\d+\]:? ?)+")

@@ -16,8 +16,8 @@ def collect(path: Path, extra_rules: Sequence[Rule] = ()) -> Collector:
     """Everything the decision needs of one log, in one pass and bounded memory."""
     reader = LogReader(path)
     collected = Collector(str(path), extra_rules=tuple(extra_rules))
-    for line in reader:
-        collected.feed(line)
+    for block in reader.blocks():
+        collected.feed_block(block)
     collected.cut, collected.lines = reader.cut, reader.lines
     return collected
 
@@ -41,8 +41,8 @@ def diagnose(path: Path, folder: Path | None = None) -> Verdict:
 
 def _open_question(path: Path, verdict: Verdict, folder: Path | None) -> Verdict:
     from pretrain.diagnosis.compression import compress
+    from pretrain.diagnosis.kinds import is_echo
     from pretrain.diagnosis.retrieval import IncidentMemory, look_up, shipped_incidents
-    from pretrain.diagnosis.root import is_echo
 
     compressed = compress(path)
     telling = "\n".join(item.first.text for item in compressed.templates if not is_echo(item.first.text))

@@ -1,15 +1,17 @@
 """Logs of any size as a stream of the lines that can matter, in bounded memory.
 
-Routine lines are never materialised: each block of the file is searched for signal words in one vectorised pass,
-and only the lines with a hit are cut out, decoded and cleaned. Line numbers are 1-based and split at ``\\n``.
+Routine lines are never materialised: each line of a block is looked up by its shape (its digits masked); shapes not
+seen before are searched for signal words in one vectorised pass, and only lines with a hit are decoded and cleaned.
+Line numbers are 1-based and split at ``\\n``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,18 +43,38 @@ _SIGNAL_WORDS = (
     b"Device-side", b"device-side", b"illegal", b"CUDA", b"FAILED", b"DUE TO", b"carrier", b"training is done",
     b"raining ",
     b"Aborted", b"aborted", b"iteration", b"step", b"Step", b"iter ", b"No devices", b"device handle", b"Gained",
+    b'  File "', b"loss'", b"batch=", b"return code", b"xhausted", b"low on", b"busy", b"navailable", b"dead because",
+    b"not ready", b"minimum", b"ERROR", b"terminat", b"F_TRANS", b"event ", b"state_dict", b"size mism",
+    b"No such", b"ost-mortem", b"journal", b"is down", b"nreachable", b"state ch", b"IS_LOST", b"MEMLIMIT", b"memory",
+    b"not in struct", b"override", b"contains", b"an't open", b"emote daemon",
+b"Errno", b"ould not", b"Unable", b"annot ", b"invalid", b"nvalid", b"exceed",
 )  # fmt: skip
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """One line that passed the prefilter: file, 1-based number and cleaned text (no colour codes, no CR)."""
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_HEX = re.compile(rb"0x[0-9a-fA-F]+")
+_UNCLEAN = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
+_FRAME, _TRACEBACK = b'  File "', b"Traceback (most recent"
+AFTER_FRAME = 2
+"""Lines after a traceback's frame that are read whatever they say: an exception may have any name."""
+MAX_SHAPES = 40_000
+MAX_SHAPE_BYTES = 1024
+_SIGNAL, _FOLLOWED, _CLEANED = 1, 2, 4
+
+
+class LogLine(NamedTuple):
+    """One line that passed the prefilter: file, 1-based number and cleaned text (no colour codes, no CR).
+
+    ``shape`` is the raw line with every digit turned to 0: lines of one shape say the same but for numbers. Empty
+    where the line is not plain ASCII as it stands, so that offsets in shape and text always agree.
+    """
 
     file: str
     number: int
     text: str
+    shape: bytes = b""
 
 
 def clean(raw: bytes) -> str:
@@ -157,6 +179,104 @@ class SignalFilter:
 _FILTER = SignalFilter()
 
 
+def without_addresses(shape: bytes) -> bytes:
+    """A shape with the hexadecimal addresses taken out, whose letters differ from run to run."""
+    return _HEX.sub(b"0x", shape) if b"0x" in shape else shape
+
+
+class ShapeTable:
+    """What is known of each shape of line: whether it holds a signal word, is a frame, and needs cleaning.
+
+    Logs repeat themselves: most lines differ from earlier ones only in numbers, so most are judged by one look-up.
+    The signal words hold no digits, so the answer is a property of the shape. Bounded; lines that are new are
+    searched together in one vectorised pass.
+    """
+
+    def __init__(self, words: Sequence[bytes] = _SIGNAL_WORDS) -> None:
+        self._filter = _FILTER if words is _SIGNAL_WORDS else SignalFilter(words)
+        self._known: dict[bytes, int] = {}
+
+    def judge(self, shapes: list[bytes]) -> list[int]:
+        """Flags of each shape, in order."""
+        flags = list(map(self._known.get, shapes))
+        if None not in flags:
+            return flags  # type: ignore[return-value]
+        new = [shape for shape, flag in zip(shapes, flags, strict=True) if flag is None]
+        keys = [without_addresses(shape) for shape in new]
+        fresh = dict(zip(keys, map(self._known.get, keys), strict=True))
+        fresh |= self._learn({key for key, flag in fresh.items() if flag is None})
+        found = iter(keys)
+        return [fresh[next(found)] if flag is None else flag for flag in flags]  # type: ignore[misc]
+
+    def _learn(self, fresh: set[bytes]) -> dict[bytes, int]:
+        rows = list(fresh)
+        hits = {number for number, _, _ in self._filter.spans(b"\n".join(rows))}
+        learned: dict[bytes, int] = {}
+        for number, shape in enumerate(rows):
+            flag = _SIGNAL if number in hits else 0
+            if _FRAME in shape or _TRACEBACK in shape:
+                flag |= _FOLLOWED
+            if not shape.isascii() or len(shape) > MAX_LINE_BYTES or _UNCLEAN.search(shape):
+                flag |= _CLEANED
+            learned[shape] = flag
+        if len(self._known) > MAX_SHAPES:
+            self._known.clear()
+        self._known.update((shape, flag) for shape, flag in learned.items() if len(shape) <= MAX_SHAPE_BYTES)
+        return learned
+
+
+class Block:
+    """Some consecutive lines of a file: their shapes, which of them are wanted, and each as a line on demand."""
+
+    def __init__(self, file: str, before: int, raw: bytes, shapes: list[bytes], flags: list[int], owed: int) -> None:
+        self.file = file
+        self.before = before
+        """Number of the first line."""
+        self.raw = raw
+        self.shapes = shapes
+        self._flags = flags
+        self.wanted: list[int]
+        """Indices of the lines that hold a signal word."""
+        self.followers: frozenset[int] = frozenset()
+        """Those of them that stand right after a traceback's frame."""
+        self.owed = owed
+        self.ends: list[int] = []
+        """Where each line ends in ``raw`` if it had no line ends."""
+        self._choose()
+        if self.wanted:
+            self.ends = list(accumulate(map(len, shapes)))
+
+    def _choose(self) -> None:
+        flags, kinds = self._flags, set(self._flags)
+        if not self.owed and not any(kind & _FOLLOWED for kind in kinds):
+            signals = {kind for kind in kinds if kind & _SIGNAL}
+            self.wanted = [index for index, flag in enumerate(flags) if flag in signals] if signals else []
+            return
+        self.wanted, followers = [], []
+        for index, flag in enumerate(flags):
+            if flag & _FOLLOWED:
+                self.owed = AFTER_FRAME
+                self.wanted.append(index)
+            elif flag & _SIGNAL or self.owed:
+                self.wanted.append(index)
+                if self.owed:
+                    followers.append(index)
+                    self.owed -= 1
+        self.followers = frozenset(followers)
+
+    def start(self, index: int) -> int:
+        """Offset of a line in ``raw``."""
+        return self.ends[index] - len(self.shapes[index]) + index
+
+    def line(self, index: int) -> LogLine:
+        """A wanted line, cleaned."""
+        shape = self.shapes[index]
+        raw = self.raw[self.start(index) : self.ends[index] + index]
+        if self._flags[index] & _CLEANED:
+            return LogLine(self.file, self.before + index, clean(raw))
+        return LogLine(self.file, self.before + index, raw.decode("ascii"), shape)
+
+
 class LogReader:
     """The signal lines of one file, with counts of what was read (``lines``, ``bytes``) once it is exhausted."""
 
@@ -167,22 +287,27 @@ class LogReader:
         self.kept = 0
         self.cut = False
         """The file's last line has no end: it was cut or is still being written."""
+        self._shapes = ShapeTable()
 
     def __iter__(self) -> Iterator[LogLine]:
-        name = str(self.path)
-        for block in _blocks(self.path):
-            yield from self._signals(block, name)
-            self.lines += block.count(b"\n")
-            self.bytes += len(block)
-            self.cut = not block.endswith(b"\n")
-        if self.cut:
-            self.lines += 1
+        for block in self.blocks():
+            for index in block.wanted:
+                yield block.line(index)
 
-    def _signals(self, block: bytes, name: str) -> Iterator[LogLine]:
-        before = self.lines + 1
-        for ends, start, end in _FILTER.spans(block):
-            self.kept += 1
-            yield LogLine(name, before + ends, clean(block[start:end]))
+    def blocks(self) -> Iterator[Block]:
+        """The file in blocks of whole lines."""
+        owed = 0
+        for raw in _blocks(self.path):
+            shapes = raw.translate(_DIGITS).split(b"\n")
+            if shapes[-1] == b"":
+                shapes.pop()
+            block = Block(str(self.path), self.lines + 1, raw, shapes, self._shapes.judge(shapes), owed)
+            owed = block.owed
+            self.lines += len(shapes)
+            self.bytes += len(raw)
+            self.kept += len(block.wanted)
+            self.cut = not raw.endswith(b"\n")
+            yield block
 
 
 def all_lines(path: Path) -> Iterator[LogLine]:

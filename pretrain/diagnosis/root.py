@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pretrain.diagnosis.origin import OriginMap, find_node, find_rank, find_time
-from pretrain.diagnosis.progress import Course, Progress, parse
-from pretrain.diagnosis.reading import LogLine
-from pretrain.diagnosis.rules import Role, Rule, classes, exception_of, shipped_rules
+from pretrain.diagnosis.kinds import MAX_KNOWN, Kind, KindCache
+from pretrain.diagnosis.origin import OriginMap, find_node, find_rank, find_time, unwrapped
+from pretrain.diagnosis.progress import Course, Progress, ProgressShape, parse, shape_of
+from pretrain.diagnosis.reading import Block, LogLine
+from pretrain.diagnosis.rules import Role, Rule, classes, ends_a_traceback
 
 NEAR = 14
 """Strengths this close count as equal: then the earlier line wins."""
@@ -24,37 +25,27 @@ OUTLIVED = 2
 """Progress lines after an evidence that show the job outlived it."""
 MAX_PER_NAME = 500
 """Lines kept per rule since the last progress; the rest is only counted."""
-_SECTION = re.compile(
-    r"^\W*(?:(?:dmesg|kernel|journalctl|kern\.log|syslog)\b|.*\b(?:dmesg|journalctl|kernel ring buffer|kernel log)\b)",
-    re.I,
+_SECTION_HOST = re.compile(
+    r"(?:[@(:]|\bof|\bon|\bfrom|\bhost|\bnode|\bdmesg|\bmortem|\bjournal|\bkernel|^\W{2,})\s*\(?"
+    r"(?P<host>[A-Za-z][\w.-]*\d[\w.-]*)"
 )
-_SECTION_HOST = re.compile(r"(?:[@(:]|\bof|\bon|\bfrom|\bhost|\bnode)\s*\(?([A-Za-z][\w.-]*\d[\w.-]*)")
-_KERNEL_LINE = re.compile(r"^(?:\[\w{3} \w{3} +\d+ |\[ *\d+\.\d{6}\]|\w{3} +\d+ \d\d:\d\d:\d\d \S+ kernel:|kern\w* *:)")
-_LOGGED = re.compile(r"^(?:\S+ )?(?:\[?(?:WARNING|WARN|INFO|DEBUG)\b|.{0,40}\b(?:WARNING|WARN|INFO)[:\] ])")
-_HANDLED = re.compile(
-    r"(?i)\b(?:falling back|will retry|retrying|skipped|skipping|ignored|ignoring|optional|caught|handled"
-    r"|recovered|not installed, )\b"
+_OF_A_RANK = re.compile(
+    r"^(?:\[(?:rank|default)?\d+\]|\s{0,3}\d{1,5}: |srun: |slurmstepd|torch|Traceback|[WEIF]\d{4} )", re.I
 )
-_ENDED_WELL = re.compile(
-    r"(?i)training (?:is )?(?:done|complete|finished)|after training is done|exiting program (?:at|after)"
-    r"|exit(?:ed|ing)?(?: with)?"
-    r"(?: exit)?[- ]?code:? ?0\b|job (?:\S+ )?(?:completed|finished)(?: successfully)?|successfully (?:finished"
-    r"|completed)"
-    r"|exit-duration|planned exit|State=COMPLETED"
+_READS_DATA = re.compile(
+    r"indexed_dataset|gpt_dataset|blended|/datasets/|webdataset|tariterators|streaming/base|arrow_dataset|parquet"
+    r"|data_?sets?\.py|mmap_dataset|tfrecord"
 )
-_BAD_END = re.compile(
-    r"(?i)ChildFailedError|exitcode ?:? -?[1-9]\d*|exit(?:ed)? (?:with )?(?:exit )?code:? [1-9]\d*|CANCELLED AT"
-    r"|Job step aborted"
-    r"|\bFAILED\b|Terminated$|Aborted|core dumped|Segmentation fault"
+_READS_CHECKPOINTS = re.compile(
+    r"serialization\.py|checkpoint|load_state_dict|safetensors|from_pretrained|modeling_utils|weight_utils|_io/zip"
 )
+_FRAME = '  File "'
 _FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\)")
 _SUMMARY_RANK = re.compile(r"^\s*(?:\S+\s+)?rank\s+: (\d+) \(local_rank")
 _PID = re.compile(r"\bpid[=: ]+'?(\d+)|Killed process (\d+)|\(pid (\d+)\)")
 _SEQUENCE = re.compile(r"\[?Rank (\d+)\].*?(?:SeqNum=(\d+)|last enqueued NCCL work: (\d+))")
-_STUCK = re.compile(r"got stuck for \d+ seconds without making progress")
 _NAMED_ERROR = re.compile(r"(?i)\b\w+error: ")
 _PEER = re.compile(r"(?:peer|remote|from|to) [\[(]?([A-Za-z][\w.-]*\d[\w.-]*)(?:[<:]|\]:\d|, \d+\))")
-_VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d{4,}|\d+:\d\d:\d\d(?:\.\d+)?|(?<=rank)\d+|(?<=default)\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +58,21 @@ class Evidence:
     root: str | None
     strength: int
     name: str
-    rank: int | None
-    node: str | None
+    section: str | None = None
+    """Host of the kernel's or journal's part of the log that the line stands in."""
     latent: bool = False
     severity: str | None = None
     action: str | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that wrote the line."""
+        return find_rank(self.line.text)
+
+    @property
+    def node(self) -> str | None:
+        """The node that the line names, or that its part of the log is from."""
+        return find_node(self.line.text) or (self.section if self.rank is None else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,80 +103,6 @@ class Verdict:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a line is, by its words alone: the rule, an exception's class and strength, and marks of the log's frame."""
-
-    rule: Rule | None
-    by_type: str | None
-    strength: int
-    good_end: bool
-    bad_end: bool
-    section: bool
-    stuck: bool
-    origin: bool
-    """The line may tell which rank runs where."""
-
-    @property
-    def is_evidence(self) -> bool:
-        return self.by_type is not None or (self.rule is not None and self.rule.role in (Role.ROOT, Role.CASCADE))
-
-
-_ORIGIN_WORDS = ("Root Cause", "host", "rank", "Rank", "exitcode", "NCCL")
-
-
-def _judge(text: str, extra_rules: tuple[Rule, ...] = ()) -> _Kind:
-    rule, by_type, strength = _rule_of(text, extra_rules)
-    return _Kind(
-        rule, by_type, strength, _ENDED_WELL.search(text) is not None, _BAD_END.search(text) is not None,
-        _SECTION.match(text) is not None, _STUCK.search(text) is not None, any(word in text for word in _ORIGIN_WORDS),
-    )  # fmt: skip
-
-
-def _rule_of(text: str, extra_rules: tuple[Rule, ...]) -> tuple[Rule | None, str | None, int]:
-    best: Rule | None = None
-    for rule in (*shipped_rules(), *extra_rules):
-        if rule.matches(text):
-            if rule.role in (Role.ADVICE, Role.RECOVERED, Role.CONFIRMATION):
-                return rule, None, 0
-            if best is None or (rule.role is Role.ROOT, rule.strength) > (best.role is Role.ROOT, best.strength):
-                best = rule
-    exceptional = exception_of(text)
-    if exceptional is None:
-        return best, None, 0
-    generic = exceptional.root in ("runtime_error", "os_error", "connection_error")
-    return best, exceptional.root, 48 if generic else 62
-
-
-def is_alarming(text: str) -> bool:
-    """Whether a line can be a root or a cascade, or is the last line of a traceback."""
-    return _judge(text).is_evidence
-
-
-def is_echo(text: str) -> bool:
-    """Whether a line is only a cascade, advice or part of a launcher's summary, which explain nothing."""
-    kind = _judge(text)
-    known = kind.rule is not None and kind.rule.role is not Role.ROOT and kind.by_type is None
-    return known or kind.origin or kind.section or text.startswith((" ", "\t", "Traceback")) or not text.strip()
-
-
-class _KindCache:
-    """Lines that differ only in long numbers and times are judged once; bounded."""
-
-    def __init__(self, extra_rules: tuple[Rule, ...] = ()) -> None:
-        self._extra = extra_rules
-        self._known: dict[str, _Kind] = {}
-
-    def __call__(self, text: str) -> _Kind:
-        template = _VARIABLE.sub("#", text)
-        found = self._known.get(template)
-        if found is None:
-            if len(self._known) > 50_000:
-                self._known.clear()
-            found = self._known[template] = _judge(text, self._extra)
-        return found
-
-
 @dataclass
 class Collector:
     """Takes the signal lines of one log in order and keeps what the decision needs, in bounded memory."""
@@ -187,6 +114,8 @@ class Collector:
     course: Course = field(default_factory=Course)
     ended_well: int | None = None
     bad_end: int | None = None
+    trouble: int | None = None
+    """The last line that speaks of trouble though no rule knows it."""
     time_limit: bool = False
     cut: bool = False
     lines: int = 0
@@ -199,23 +128,65 @@ class Collector:
     _section: str | None = None
     _await_rank: bool = False
     _year: int | None = None
-    _kinds: _KindCache = field(init=False)
+    _kinds: KindCache = field(init=False)
+    _quiet_frames: set[bytes] = field(default_factory=set)
+    """Shapes of frames in code that reads neither data nor checkpoints."""
+    _progress: dict[bytes, ProgressShape] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _mortal: bool = False
+    _within: dict[int | None, str] = field(default_factory=dict)
+    """Per rank, what the frames of the traceback being printed are reading."""
 
     def __post_init__(self) -> None:
-        self._kinds = _KindCache(self.extra_rules)
+        self._kinds = KindCache(self.extra_rules)
 
-    def feed(self, line: LogLine) -> None:
-        """Take in one signal line."""
-        progress = parse(line)
-        if progress is not None:
-            self._advance(progress)
+    def feed_block(self, block: Block) -> None:
+        """Take in the signal lines of a block; lines of a shape that is known are not taken apart again."""
+        shapes, spans, known, quiet = block.shapes, self._progress, self._kinds.known, self._quiet_frames
+        for index in block.wanted:
+            shape = shapes[index]
+            if (found := spans.get(shape)) is not None:
+                self._advance(found.read(block.raw, block.start(index), block.file, block.before + index))
+            elif shape in quiet:
+                continue
+            elif index in block.followers or self._within or (kind := known(shape)) is None:
+                self.feed(block.line(index), index in block.followers)
+            elif kind.is_echo and self._counts.get(kind.rule.name, 0) > MAX_PER_NAME:  # type: ignore[union-attr]
+                self._count_echo(kind, block.before + index)
+            elif not kind.is_inert:
+                self._take_kind(block.line(index), kind)
+
+    def _count_echo(self, kind: Kind, number: int) -> None:
+        assert kind.rule is not None
+        self.cascades[kind.rule.name] += 1
+        if kind.bad_end:
+            self.bad_end = number
+
+    def feed(self, line: LogLine, after_frame: bool = False) -> None:
+        """Take in one signal line; ``after_frame``: it stands right after a frame of a traceback."""
+        if line.text.startswith("{") and (parts := unwrapped(line.text)) != [line.text]:
+            framed = False
+            for text in parts:
+                self._take(line._replace(text=text, shape=b""), framed)
+                framed = _FRAME in text
         else:
-            self._notice(line, line.text)
+            self._take(line, after_frame)
+
+    def _take(self, line: LogLine, after_frame: bool) -> None:
+        progress = parse(line)
+        if progress is None:
+            self._notice(line, line.text, after_frame)
+            return
+        self._advance(progress)
+        if (shape := shape_of(line, progress)) is not None:
+            if len(self._progress) > MAX_KNOWN:
+                self._progress.clear()
+            self._progress[line.shape] = shape
 
     def _advance(self, progress: Progress) -> None:
         self._section = None
+        if self._within:
+            self._within.clear()
         if progress.time is not None:
             self.last_time = progress.time if self.last_time is None else max(progress.time, self.last_time)
             if self._year is None:
@@ -241,15 +212,21 @@ class Collector:
             self.last_time = when if self.last_time is None else max(when, self.last_time)
         return when
 
-    def _notice(self, line: LogLine, text: str) -> None:
-        kind = self._kinds(text)
+    def _notice(self, line: LogLine, text: str, after_frame: bool) -> None:
+        if self._frame(line, text):
+            return
+        within = self._within.pop(find_rank(text), "") if self._within and ends_a_traceback(text) else ""
+        self._take_kind(line, self._kinds.of(text, line.shape, within, after_frame))
+
+    def _take_kind(self, line: LogLine, kind: Kind) -> None:
+        text = line.text
         if kind.origin:
             self.origins.feed(text)
             self._summary(text)
         if kind.section and (host := _SECTION_HOST.search(text)):
-            self._section = host.group(1).rstrip(".-")
+            self._section = host["host"].rstrip(".-")
             return
-        if self._section is not None and text.strip() and _KERNEL_LINE.match(text) is None:
+        if self._section is not None and _OF_A_RANK.match(text):
             self._section = None
         if kind.stuck and (rank := find_rank(text)) is not None:
             self.stuck.add(rank)
@@ -262,6 +239,24 @@ class Collector:
             self.time_limit = self.time_limit or kind.rule.name == "time-limit"
         elif kind.is_evidence:
             self._add(line, text, kind)
+        elif kind.rule is None and kind.trouble:
+            self.trouble = line.number
+
+    def _frame(self, line: LogLine, text: str) -> bool:
+        """Whether the line is a traceback's frame; remembers per rank what the code around the failure reads."""
+        at = text.find(_FRAME)
+        if at < 0:
+            if "Traceback (most recent call last)" in text:
+                self._within.pop(find_rank(text), None)
+            return False
+        code = text[at : at + 400]
+        if _READS_DATA.search(code):
+            self._within[find_rank(text)] = "dataset"
+        elif _READS_CHECKPOINTS.search(code):
+            self._within[find_rank(text)] = "checkpoint"
+        elif line.shape and len(self._quiet_frames) < MAX_KNOWN:
+            self._quiet_frames.add(line.shape)
+        return True
 
     def _summary(self, text: str) -> None:
         if _FIRST_FAILURE.search(text):
@@ -269,10 +264,9 @@ class Collector:
         elif self._await_rank and (match := _SUMMARY_RANK.match(text)):
             self.first_failure_rank, self._await_rank = int(match.group(1)), False
 
-    def _add(self, line: LogLine, text: str, kind: _Kind) -> None:
+    def _add(self, line: LogLine, text: str, kind: Kind) -> None:
         rule, is_root = kind.rule, kind.rule is not None and kind.rule.role is Role.ROOT
-        logged = _LOGGED.match(text) is not None
-        if logged and not (rule and rule.latent) and (_HANDLED.search(text) or (kind.by_type and rule is None)):
+        if kind.dismissed:
             return
         if rule is not None and not is_root:
             self.cascades[rule.name] = self.cascades.get(rule.name, 0) + 1
@@ -284,17 +278,14 @@ class Collector:
             self.sequences.setdefault(int(match.group(1)), int(match.group(2) or match.group(3)))
         when = self._time(text)
         order = (when if when is not None else (self.last_time or 0.0), line.number)
-        rank, node = find_rank(text), self._node(text)
         if rule is not None:
-            item = Evidence(line, order, rule.role, rule.root, rule.strength, name, rank, node, rule.latent,
+            item = Evidence(line, order, rule.role, rule.root, rule.strength, name, self._section, rule.latent,
                             rule.severity, rule.action)  # fmt: skip
         else:
-            item = Evidence(line, order, Role.ROOT, kind.by_type, kind.strength, name, rank, node)
+            item = Evidence(line, order, Role.ROOT, kind.by_type, kind.strength, name, self._section,
+                            severity=None if kind.certain else "SEV2")  # fmt: skip
         self.evidence.append(item)
         self._mortal = self._mortal or not item.latent
-
-    def _node(self, text: str) -> str | None:
-        return find_node(text) or (self._section if _KERNEL_LINE.match(text) else None)
 
 
 def decide(collected: Collector) -> Verdict:
@@ -346,15 +337,13 @@ def _stalled(collected: Collector, last: Progress) -> bool:
 
 
 def _is_fine(collected: Collector) -> bool:
+    """Whether the log ends well, or still runs with nothing alarming after its last progress."""
     after = collected.course.last.number if collected.course.last else 0
-    if (
-        collected.bad_end is not None
-        and collected.bad_end > after
-        and not (collected.ended_well is not None and collected.ended_well > after)
-    ):
+    if collected.ended_well is not None and collected.ended_well > after:
+        return True
+    if max(collected.bad_end or 0, collected.trouble or 0) > after:
         return False
-    ended = collected.ended_well is not None and collected.ended_well > after
-    return ended or not collected.cut
+    return not collected.cut
 
 
 def _from_roots(roots: list[Evidence], collected: Collector) -> Verdict:
@@ -373,6 +362,8 @@ def _from_roots(roots: list[Evidence], collected: Collector) -> Verdict:
     rivals = {item.root for item in near} - {first.root}
     confidence = min(0.99, 0.6 + first.strength / 250) - 0.1 * min(2, len(rivals))
     rank = _rank(first, same, collected)
+    if first.root == "loss_spike":  # a guard's word is one witness, the progress lines it speaks of are the others
+        lines = sorted({*lines, *(item.number for item in collected.course.spike()[:2])})
     return _verdict(
         collected, str(first.root), _first_lines(first, lines), confidence, rank=rank, node=_place(first, same, rank,
         collected),
@@ -396,6 +387,8 @@ def _rank(first: Evidence, same: list[Evidence], collected: Collector) -> int | 
         if pid in collected.origins.pids:
             return collected.origins.pids[pid]
     by_device = collected.origins.rank_of_device(first.node, first.line.text)
+    if by_device is None:
+        by_device = collected.origins.rank_of_process(first.line.text)
     if by_device is not None or len(ranks) == 1:
         return by_device if by_device is not None else ranks.pop()
     if not ranks and (first.strength < 80 or first.root == "host_out_of_memory") and len(same) <= 3:
