@@ -39,6 +39,7 @@ from planner.messages import (
     RankDone,
     RankExited,
     RankSaid,
+    RankStep,
     Report,
     StartRanks,
     StartStore,
@@ -131,6 +132,7 @@ class Agent:
         finally:
             self._stop.set()
             self._end_everything()
+            self.work.end_nursery()
             self.report(NodeLeft(time=self._now()))
             self._outbox.put(None)
             sender.join(timeout=3.0)
@@ -396,6 +398,8 @@ class Agent:
         job, incarnation, rank = who
         if isinstance(message, RankDone) and (process := self.table.get(f"rank:{job}:{incarnation}:{rank}")):
             self._done.add(process.pid)
+        if isinstance(message, RankStep):
+            self.work.begin_nursery()
         said = RankSaid(
             time=self._now(), job=job, incarnation=incarnation, rank=rank, pid=pid, seq=seq, message=message
         )

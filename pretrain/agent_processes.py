@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.files import write_json
+from pretrain.nursery import ForkedChild, Nursery
 
 MARKER = "PLANARIA_PROCESS"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -30,6 +31,9 @@ _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 8192
 _TAIL_LINES = 20
 _REAP_SECONDS = 5.0
+
+Child = subprocess.Popen[bytes] | ForkedChild
+"""What tells how a process ended."""
 
 
 def become_subreaper() -> None:
@@ -154,7 +158,7 @@ class Watched:
     about: dict[str, Any]
     lease: str | None
     slots: tuple[int, ...]
-    child: subprocess.Popen[bytes] | None
+    child: Child | None
     """None where this agent adopted it and so cannot learn its exit code."""
     asked: bool = False
     """We told it to end."""
@@ -203,8 +207,15 @@ class ProcessTable:
         """Leases under which something runs."""
         return {process.lease for process in self._table.values() if process.lease}
 
-    def start(self, launch: Launch) -> Watched:
+    def leave_alone(self, pid: int) -> None:
+        """A child that is none of the table's: whoever started it ends it."""
+        self._strangers.add(pid)
+
+    def start(self, launch: Launch, nursery: Nursery | None = None) -> Watched:
         """Start a process in a session of its own, its output appended to its log.
+
+        Args:
+            nursery: forks it where it can, with the last of its arguments; else it is started as a program.
 
         Raises:
             ValueError: the key is taken by a live process.
@@ -217,12 +228,7 @@ class ProcessTable:
         state = self._state_of(launch, marker)
         self._write_state(marker, state)
         try:
-            with launch.log.open("ab") as log:
-                child = subprocess.Popen(
-                    launch.argv, env={**launch.env, MARKER: marker}, cwd=launch.cwd, stdin=subprocess.DEVNULL,
-                    stdout=log, stderr=subprocess.STDOUT, start_new_session=True, close_fds=True,
-                    pass_fds=launch.pass_fds,
-                )  # fmt: skip
+            child = self._child(launch, {**launch.env, MARKER: marker}, nursery)
         except OSError:
             self._forget(marker)
             raise
@@ -231,13 +237,24 @@ class ProcessTable:
         return self._enter(state, os.pidfd_open(child.pid), child)
 
     @staticmethod
+    def _child(launch: Launch, environment: Mapping[str, str], nursery: Nursery | None) -> Child:
+        forked = nursery.fork(launch.argv[-1:], environment, launch.log) if nursery is not None else None
+        if forked is not None:
+            return forked
+        with launch.log.open("ab") as log:
+            return subprocess.Popen(
+                launch.argv, env=environment, cwd=launch.cwd, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True, close_fds=True, pass_fds=launch.pass_fds,
+            )  # fmt: skip
+
+    @staticmethod
     def _state_of(launch: Launch, marker: str) -> dict[str, Any]:
         return {
             "key": launch.key, "marker": marker, "pid": None, "started": None, "log": str(launch.log),
             "about": dict(launch.about), "lease": launch.lease, "slots": list(launch.slots),
         }  # fmt: skip
 
-    def _enter(self, state: dict[str, Any], pidfd: int, child: subprocess.Popen[bytes] | None) -> Watched:
+    def _enter(self, state: dict[str, Any], pidfd: int, child: Child | None) -> Watched:
         process = Watched(
             key=state["key"], pid=state["pid"], pidfd=pidfd, marker=state["marker"], log=Path(state["log"]),
             about=state["about"], lease=state["lease"], slots=tuple(state["slots"]), child=child,

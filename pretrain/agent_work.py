@@ -40,6 +40,7 @@ from planner.store import ClusterStore
 from pretrain.agent_devices import Devices
 from pretrain.agent_processes import Launch, ProcessTable, Watched
 from pretrain.agent_socket import RankChannel
+from pretrain.nursery import Nursery
 from pretrain.watchdog import dump_and_kill
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ TRAIN_PYTHON, INFER_PYTHON = "PLANARIA_TRAIN_PYTHON", "PLANARIA_INFER_PYTHON"
 """Environment of an agent: interpreters of ranks (with their stores) and of workers, where a site keeps two."""
 _SECRET_VARIABLES = ("PLANARIA_URL", "PLANARIA_SECRET_FILE")
 """What no rank gets to see: a rank speaks for its job alone, with the job's token."""
+NURSERY_AFTER_SECONDS = 10.0
+"""Seconds of training after which the nursery of replacements begins."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -77,6 +80,8 @@ class AgentWork:
         self._ports: dict[str, int] = {}
         self._newest: dict[str, int] = {}
         self._begun: set[str] = set()
+        self._nursery: Nursery | None = None
+        self._training_since = 0.0
         self._specs = settings.run_dir / "specs"
         self._specs.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -154,11 +159,10 @@ class AgentWork:
             raise ValueError(f"slot {slot} is held by {holder.key}, pid {holder.pid}")
 
     def _start_rank(self, spec: RankSpec, slot: int, lease: str) -> None:
-        threads = self._devices.threads_per_slot
         full = spec.model_copy(
             update={
                 "agent_socket": str(self._channel.path),
-                "threads": threads,
+                "threads": self._devices.threads_per_slot,
                 "device": self._devices.name(slot),
                 "bind_address": self._settings.address,
             }
@@ -166,9 +170,7 @@ class AgentWork:
         path = self._spec_path(spec.job, spec.incarnation, spec.rank)
         write_json(path, full.model_dump(mode="json", by_alias=True), mode=0o600)
         program = self._settings.rank_program or (_python(TRAIN_PYTHON), "-m", "pretrain.rank")
-        environment = {
-            name: value for name, value in self._environment(threads).items() if name not in _SECRET_VARIABLES
-        }
+        environment = self._rank_environment()
         process = self._table.start(
             Launch(
                 key=_rank_key(spec.job, spec.incarnation, spec.rank),
@@ -185,13 +187,38 @@ class AgentWork:
                 },
                 lease=lease,
                 slots=(slot,),
-            )
+            ),
+            self._nursery,
         )
         self._report(
             RankStarted(
                 time=self._now(), job=spec.job, incarnation=spec.incarnation, rank=spec.rank, slot=slot, pid=process.pid
             )
         )
+
+    def _rank_environment(self) -> dict[str, str]:
+        environment = self._environment(self._devices.threads_per_slot)
+        return {name: value for name, value in environment.items() if name not in _SECRET_VARIABLES}
+
+    def begin_nursery(self) -> None:
+        """Have the next ranks forked, where that is possible; called whenever a rank completed a step.
+
+        It begins when ranks have trained for a while: it delays no start, and a job of seconds does not pay for it.
+        """
+        now = time.monotonic()
+        self._training_since = self._training_since or now
+        if now - self._training_since < NURSERY_AFTER_SECONDS:
+            return
+        if self._devices.kind != "cpu" or self._settings.rank_program or (self._nursery and self._nursery.alive):
+            return
+        log = self._settings.run_dir / "logs" / "nursery.log"
+        self._nursery = Nursery(_python(TRAIN_PYTHON), self._rank_environment(), log)
+        self._table.leave_alone(self._nursery.pid)
+
+    def end_nursery(self) -> None:
+        """End it; its ranks go on."""
+        if self._nursery is not None:
+            self._nursery.close()
 
     def _spec_path(self, job: str, incarnation: int, rank: int) -> Path:
         return self._specs / f"{job}-{incarnation}-{rank}.json"

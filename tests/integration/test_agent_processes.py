@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pretrain.agent_processes import Exit, Launch, ProcessTable, Watched, find_family, kill_family, log_tail
+from pretrain.nursery import ForkedChild, Nursery
 from tests.support.redis import await_that
 
 PY = sys.executable
@@ -207,3 +209,54 @@ def test_the_tail_of_a_log_is_bounded_and_never_fails(tmp_path: Path) -> None:
     tail = log_tail(path).splitlines()
     assert len(tail) == 20
     assert tail[-1].startswith("line 49")
+
+
+# ---------------------------------------------------------------- ranks by fork
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """A nursery that is ready."""
+    found = Nursery(PY, dict(os.environ), tmp_path_factory.mktemp("nursery") / "log")
+    await_that(lambda: found.ready, 60, "the imports are done")
+    yield found
+    found.close()
+
+
+def test_a_forked_rank_is_watched_as_any_other(shell: Shell, nursery: Nursery) -> None:
+    """It reads its own arguments, writes its own log, has its own session, and its exit code is known."""
+    launch = Launch(
+        key="r", argv=(PY, "-m", "pretrain.rank", "/nowhere/spec.json"), env={**os.environ, "MINE": "1"},
+        log=shell.folder / "logs" / "r.log", about={"kind": "test"},
+    )  # fmt: skip
+    rank = shell.table.start(launch, nursery)
+    assert isinstance(rank.child, ForkedChild)
+    ended = shell.serve()
+    assert (ended.exit_code, ended.signal) == (2, None)
+    assert "/nowhere/spec.json: cannot be read" in ended.tail
+
+
+def test_a_forked_rank_that_is_killed_says_the_signal(shell: Shell, nursery: Nursery, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "spec")  # reading it waits for ever
+    launch = Launch(
+        key="r", argv=(PY, "-m", "pretrain.rank", str(tmp_path / "spec")), env=dict(os.environ),
+        log=shell.folder / "logs" / "r.log", about={"kind": "test"},
+    )  # fmt: skip
+    rank = shell.table.start(launch, nursery)
+    await_that(lambda: os.getsid(rank.pid) == rank.pid, 5, "it has a session of its own")
+    shell.table.kill(rank)
+    ended = shell.serve()
+    assert (ended.exit_code, ended.signal, ended.leftovers) == (None, 9, [])
+
+
+def test_a_nursery_that_dies_leaves_its_ranks_and_is_asked_no_more(nursery: Nursery, tmp_path: Path) -> None:
+    """The last test of the nursery, which it ends."""
+    os.mkfifo(tmp_path / "spec")
+    child = nursery.fork([str(tmp_path / "spec")], dict(os.environ), tmp_path / "rank.log")
+    assert child is not None
+    os.kill(nursery.pid, signal.SIGKILL)
+    await_that(lambda: not nursery.alive, 5, "it is gone")
+    assert not gone(child.pid)
+    assert nursery.fork(["x"], {}, tmp_path / "x.log") is None
+    os.kill(child.pid, signal.SIGKILL)
+    await_that(lambda: gone(child.pid), 5, "the rank is gone too")
