@@ -7,6 +7,7 @@ checkpoint can be used.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -123,6 +124,7 @@ def _train(spec: RankSpec, channel: Channel, signals: _Signals) -> int:
         device.prepare(spec.device)  # before whatever imports Megatron-core
         from pretrain.assembly import assemble
 
+        gc.freeze()  # collections during training need not walk through what was imported
         trainer = assemble(spec, channel)
         signals.bind(trainer.stop)
         channel.listen(trainer.on_agent)

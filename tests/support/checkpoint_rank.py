@@ -6,6 +6,7 @@ takes the time. Run as a script; answers are JSON lines on the descriptor given 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -45,7 +46,7 @@ class Rank:
 
     def join(self, rank: int, world: int, tensor: int, pipeline: int, port: int, prefix: str, **overrides: Any) -> None:
         """Join a fresh incarnation and build model and optimizer from the seed."""
-        parallel.leave()
+        self.leave()
         data = json.loads(json.dumps(BASE))
         data["parallel"] = {"tensor": tensor, "pipeline": pipeline}
         data["workers"] = {"min": tensor * pipeline, "max": world}
@@ -57,8 +58,10 @@ class Rank:
         self.fresh()
 
     def leave(self) -> None:
-        """Drop the process groups."""
+        """Drop the process groups and what holds them: each has threads, which end with its last reference."""
+        self.parts = self.writer = None
         parallel.leave()
+        gc.collect()
 
     def fresh(self) -> None:
         """Model and optimizer from the seed, in the present layout."""
@@ -198,6 +201,7 @@ def main(answers: int) -> None:
     """Serve commands until standard input ends."""
     device.prepare("cpu")
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not walked through at every leave
     rank = Rank()
     with os.fdopen(answers, "w", buffering=1) as out:
         out.write(json.dumps({"ready": True}) + "\n")
