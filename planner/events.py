@@ -75,6 +75,7 @@ class Action(StrEnum):
     SAMPLES_SKIPPED = "samples.skipped"
     ROLLED_BACK = "job.rolled_back"
 
+    SNAPSHOT_FETCHED = "snapshot.fetched"  #: a node that had none got it from another node's memory
     SNAPSHOT_TAKEN = "snapshot.taken"
     CHECKPOINT_SAVED = "checkpoint.saved"
     CHECKPOINT_PUBLISHED = "checkpoint.published"

@@ -55,6 +55,13 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Persisted:
+    """A persister said what became of a checkpoint (:class:`planner.messages.RankCheckpoint`)."""
+
+    message: Any
+
+
+@dataclass(frozen=True)
 class Exited:
     """A rank's process is gone with all its family."""
 
@@ -119,7 +126,20 @@ class Tick:
     """Time went on."""
 
 
-JobEvent = Holding | StoreAt | Started | Said | Exited | CommandRefused | NodeUp | Asked | Stuck | ExportEnded | Tick
+JobEvent = (
+    Holding
+    | StoreAt
+    | Started
+    | Said
+    | Persisted
+    | Exited
+    | CommandRefused
+    | NodeUp
+    | Asked
+    | Stuck
+    | ExportEnded
+    | Tick
+)
 
 
 # ---------------------------------------------------------------- what is done

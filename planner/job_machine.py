@@ -21,6 +21,7 @@ from planner.job_events import (
     JobAction,
     JobEvent,
     NodeUp,
+    Persisted,
     Release,
     Said,
     Send,
@@ -61,7 +62,7 @@ def decide_all(job: JobRecord, events: Iterable[JobEvent], now: float) -> Decisi
     turn = Turn(job.model_copy(deep=True), now)
     for event in events:
         again = isinstance(event, Asked) and event.what == "again"
-        if not turn.job.over or again or isinstance(event, (ExportEnded, Holding, Exited)):
+        if not turn.job.over or again or isinstance(event, (ExportEnded, Holding, Exited, Persisted)):
             _take(turn, event)
     return Decision(turn.job, tuple(turn.actions))
 
@@ -82,6 +83,8 @@ def _take(turn: Turn, event: JobEvent) -> None:
             _on_started(turn, event)
         case Said():
             _on_said(turn, event)
+        case Persisted():
+            job_progress.checkpoint(turn, event.message)
         case Exited():
             _on_exited(turn, event)
         case CommandRefused():
@@ -444,6 +447,7 @@ def _on_export(turn: Turn, event: ExportEnded) -> None:
         return
     if event.path is not None:
         job.exports.remove(entry)
+        job.exported[event.step] = entry.evaluate
         evaluate = job.settings.evaluate
         wanted = evaluate.model_dump(mode="json", include={"tasks", "limit", "num_fewshot"})
         turn.tell(

@@ -46,7 +46,7 @@ def said(turn: Turn, event: Said) -> None:
         case "fault":
             _fault(turn, rank, message)
         case "checkpoint":
-            _checkpoint(turn, rank, message)
+            checkpoint(turn, message, rank=rank.rank)
         case "done":
             rank.done = message.why
             job_healing.finished(turn)
@@ -173,14 +173,15 @@ def _fault(turn: Turn, rank: RankRecord, message: Any) -> None:
         job_faults.injected(turn, message.index, message.time, message.step)
 
 
-def _checkpoint(turn: Turn, rank: RankRecord, message: Any) -> None:
+def checkpoint(turn: Turn, message: Any, *, rank: int | None = None) -> None:
+    """What became of a checkpoint, told by a rank or (without ``rank``) by a persister, which may repeat itself."""
     job = turn.job
     action = _CHECKPOINTS.get(message.what)
-    if action is None:
+    if action is None or (rank is None and message.what == "published" and message.step in job.published):
         return
-    details = {"seconds": message.seconds, "stall_seconds": message.stall_seconds, "path": message.path}
+    details = {"rank": rank, "seconds": message.seconds, "stall_seconds": message.stall_seconds, "path": message.path}
     known = {name: value for name, value in details.items() if value is not None}
-    turn.tell(action, reason=message.reason, time=message.time, step=message.step, rank=rank.rank, **known)
+    turn.tell(action, reason=message.reason, time=message.time, step=message.step, **known)
     if message.what == "deleted" and message.step in job.published:
         job.published.remove(message.step)
     if message.what == "published" and message.path:

@@ -199,6 +199,8 @@ class JobRecord(Record):
     counted: int = 0
     """Publications so far, of which every ``evaluate.every_checkpoints``-th is evaluated."""
     exports: list[ExportRecord] = []
+    exported: dict[int, bool] = {}
+    """Step of each export that is there → whether its evaluation was asked for."""
     fault: FaultRecord | None = None
     given_up: str = ""
     """Why the job is to end as failed when its ranks are gone; empty: it is not."""

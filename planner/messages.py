@@ -69,6 +69,11 @@ class RankSpec(Message):
     """Compute threads of this slot."""
     device: str = "cpu"
     """``cpu`` or ``cuda:N``."""
+    memory_dir: str | None = None
+    """Folder in host memory that the agent gives to snapshots; a persister beside it publishes those that are marked
+    for it. None (a bare run): the rank publishes by itself."""
+    peers: list[str] = []
+    """``host:port`` of the other nodes' snapshot keepers."""
 
 
 # ---------------------------------------------------------------- rank → agent → coordinator
@@ -288,7 +293,20 @@ class Acknowledged(Message):
     seq: int
 
 
-AgentToRank = Annotated[StopAtBoundary | Reform | LeaveCollective | Acknowledged, Field(discriminator="kind")]
+class Persisted(Message):
+    """What the node's persister made of a snapshot that was handed over to it."""
+
+    kind: Literal["persisted"] = "persisted"
+    step: int
+    """0: the persister is ready, and that is all."""
+    published: bool = False
+    """False: given up after all tries that one snapshot gets."""
+    reason: str = ""
+
+
+AgentToRank = Annotated[
+    StopAtBoundary | Reform | LeaveCollective | Persisted | Acknowledged, Field(discriminator="kind")
+]
 AGENT_TO_RANK: TypeAdapter[Any] = TypeAdapter(AgentToRank)
 
 
@@ -470,6 +488,14 @@ class RankSaid(Report):
     message: RankMessage
 
 
+class CheckpointSaid(Report):
+    """What the persister of a job on this node said; it outlives ranks and incarnations."""
+
+    kind: Literal["checkpoint_said"] = "checkpoint_said"
+    job: str
+    message: RankCheckpoint
+
+
 class RankExited(Report):
     """A rank's process is gone, and with it every descendant that could be ended."""
 
@@ -535,6 +561,7 @@ AgentReport = Annotated[
     | MessageRefused
     | RankStarted
     | RankSaid
+    | CheckpointSaid
     | RankExited
     | WorkerStarted
     | WorkerExited

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 
 def deletable(
@@ -40,3 +40,21 @@ def deletable(
     if keep_every is not None:
         kept |= {step for step in ordered if step % keep_every == 0}
     return [step for step in ordered if step not in kept and step < newest_verified]
+
+
+def deletable_exports(
+    exported: Mapping[int, bool], *, published: Collection[int], evaluated: Callable[[int], bool]
+) -> list[int]:
+    """The steps whose export may be deleted, oldest first: the checkpoint is gone, and no trial needs it any more.
+
+    Args:
+        exported: step → whether its evaluation was asked for, of all exports that are there.
+        published: steps whose checkpoint is still there.
+        evaluated: whether the results of a step are there. One whose trial failed has none, and stays: a person may
+            want to retry it.
+    """
+    return [
+        step
+        for step, wanted in sorted(exported.items())
+        if step not in published and not (wanted and not evaluated(step))
+    ]

@@ -26,8 +26,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from planner.auth import job_token
 from planner.cluster import connect, state_home
 from planner.errors import BadInputError, MissingServiceError, PlanariaError, one_line
+from planner.events import TERMINAL, JobState
 from planner.leases import RenewStatus
 from planner.messages import (
     CommandFailed,
@@ -36,10 +38,13 @@ from planner.messages import (
     MessageRefused,
     NodeLeft,
     NodeReady,
+    Persisted,
     RankDone,
     RankExited,
+    RankHello,
     RankSaid,
     RankStep,
+    Reform,
     Report,
     StartRanks,
     StartStore,
@@ -52,9 +57,10 @@ from planner.messages import (
 )
 from planner.store import ClusterStore, NodeFacts
 from pretrain.agent_devices import Devices, find_devices
+from pretrain.agent_memory import NodeMemory, PeerTier, find_memory, find_peers
 from pretrain.agent_processes import Exit, ProcessTable, Watched, become_subreaper
 from pretrain.agent_socket import RankChannel
-from pretrain.agent_work import AgentWork
+from pretrain.agent_work import AgentWork, train_python
 
 BEAT_SECONDS = 1.0
 ABANDON_SECONDS = 120.0
@@ -63,6 +69,12 @@ ABANDON_SECONDS = 120.0
 Longer than a restart of Redis, whose absence counts against no lease; a slot of this node cannot be granted to
 anyone else meanwhile, since that needs this agent's word.
 """
+PERSISTER_GRACE = 2.0
+"""Seconds that persisters get after the ranks, which have waited for the last publication themselves."""
+UNKNOWN_SECONDS = 60.0
+"""Seconds after which the memory of a job that the cluster does not know is given back."""
+PEERS_SECONDS = 5.0
+"""Seconds between looks at the table of nodes for keepers of snapshots."""
 LEAVE_GRACE = 8.0
 """Seconds that ranks and workers get to publish when the agent itself is told to leave."""
 
@@ -104,6 +116,7 @@ class Agent:
         self._renewed: dict[str, float] = {}
         self._unrenewed_since: dict[str, float] = {}
         self._done: set[int] = set()
+        self._unknown: dict[str, float] = {}
         self.table = ProcessTable(settings.run_dir / "processes", self._selector)
         self.channel = RankChannel(
             settings.run_dir / "agent.sock",
@@ -113,7 +126,17 @@ class Agent:
             self._rank_said,
             self._refused,
         )
-        self.work = AgentWork(store, settings, self.devices, self.table, self.channel, self.report)
+        self.memory = NodeMemory(
+            find_memory(self.node), settings.run_dir, self._selector, self.table, self._tell_persisted, self.report,
+            train_python(),
+        )  # fmt: skip
+        self.peers: PeerTier | None = None
+        if self.memory.folder is not None:
+            secret = store.secret
+            self.peers = PeerTier(self.memory.folder, self.node, settings.address, lambda job: job_token(secret, job))
+        self.work = AgentWork(
+            store, settings, self.devices, self.table, self.channel, self.report, self.memory, self.peers
+        )
         self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._drain_inbox())
 
     # ------------------------------------------------------------------ life
@@ -123,6 +146,8 @@ class Agent:
         become_subreaper()
         sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
         sender.start()
+        if self.peers is not None:
+            self.peers.start()
         after = self.store.end_of(f"commands:{self.node}")
         self._adopt_and_register()
         for target in (lambda: self._read_commands(after), self._beat):
@@ -133,6 +158,9 @@ class Agent:
             self._stop.set()
             self._end_everything()
             self.work.end_nursery()
+            self.memory.close(PERSISTER_GRACE)
+            if self.peers is not None:
+                self.peers.close()
             self.report(NodeLeft(time=self._now()))
             self._outbox.put(None)
             sender.join(timeout=3.0)
@@ -159,6 +187,7 @@ class Agent:
             self.table.kill_overdue(now)
             if now >= next_sweep:
                 self.table.reap_orphans()
+                self.memory.sweep()
                 self._abandon_overdue()
                 next_sweep = now + BEAT_SECONDS
 
@@ -209,7 +238,14 @@ class Agent:
             memory_bytes=self.devices.memory_bytes,
             device=self.devices.kind,
             pid=os.getpid(),
+            labels=self._labels(),
         )
+
+    def _labels(self) -> dict[str, str]:
+        labels = {"switch": os.environ["PLANARIA_SWITCH"]} if os.environ.get("PLANARIA_SWITCH") else {}
+        if self.peers is not None:
+            labels["peer"] = ":".join(map(str, self.peers.server.address))
+        return labels
 
     def _of(self, kind: str) -> list[Watched]:
         return [process for process in self.table if process.about["kind"] == kind]
@@ -260,7 +296,8 @@ class Agent:
                     self._post(partial(self._command, entry.payload))
 
     def _beat(self) -> None:
-        """Each second: live, keep what is ours, answer for free slots."""
+        """Each second: live, keep what is ours, answer for free slots, see which jobs in memory are over."""
+        look_at_peers = 0.0
         while not self._stop.is_set():
             try:
                 if not self.store.heartbeat(self.node):
@@ -269,9 +306,31 @@ class Agent:
                 self._renew()
                 if marks := self.store.quarantine(self.node):
                     self._post(partial(self._free, marks))
+                self._see_what_is_over()
+                if self.peers is not None and time.monotonic() >= look_at_peers:
+                    self.peers.peers = find_peers(self.store.nodes(), self.node)
+                    look_at_peers = time.monotonic() + PEERS_SECONDS
             except PlanariaError as error:
                 _log("beat.failed", reason=one_line(error))
             self._stop.wait(BEAT_SECONDS)
+
+    def _see_what_is_over(self) -> None:
+        """Jobs that have state in this node's memory, are over (or unknown) and have no rank here give it back."""
+        held, now = self.memory.held(), time.monotonic()
+        self._unknown = {job: since for job, since in self._unknown.items() if job in held}
+        for job in held:
+            record = self.store.job(job)
+            if record is not None:
+                self._unknown.pop(job, None)
+                over = JobState(record["state"]) in TERMINAL
+            else:  # a Redis that comes up may not have all its data yet
+                over = now - self._unknown.setdefault(job, now) > UNKNOWN_SECONDS
+            if over:
+                self._post(partial(self._drop_memory, job))
+
+    def _drop_memory(self, job: str) -> None:
+        if not any(process.about["job"] == job for process in self._of("rank")):
+            self.memory.drop(job)
 
     def _renew(self) -> None:
         held = {process.lease for process in self.table if process.lease}
@@ -328,6 +387,9 @@ class Agent:
             self.work.stop_ranks(command)
         elif isinstance(command, TellRanks):
             self.work.tell_ranks(command)
+            if isinstance(command.message, Reform):
+                for word in self.memory.words(command.job):
+                    self._tell_persisted(command.job, word)
         elif isinstance(command, StartWorker):
             self.work.start_worker(command)
         elif isinstance(command, StopWorker):
@@ -396,6 +458,9 @@ class Agent:
 
     def _rank_said(self, who: tuple[str, int, int], message: BaseModel, pid: int, seq: int) -> None:
         job, incarnation, rank = who
+        if isinstance(message, RankHello):
+            for word in self.memory.words(job):
+                self.channel.send(who, word)
         if isinstance(message, RankDone) and (process := self.table.get(f"rank:{job}:{incarnation}:{rank}")):
             self._done.add(process.pid)
         if isinstance(message, RankStep):
@@ -406,6 +471,11 @@ class Agent:
         self.report(said)
         if seq:
             self._outbox.put(partial(self._post, partial(self.channel.acknowledge, pid, seq)))
+
+    def _tell_persisted(self, job: str, word: Persisted) -> None:
+        for process in self._of("rank"):
+            if process.about["job"] == job:
+                self.channel.send((job, int(process.about["incarnation"]), int(process.about["rank"])), word)
 
     def _refused(self, reason: str) -> None:
         _log("message.refused", reason=reason)

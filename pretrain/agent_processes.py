@@ -17,7 +17,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,8 @@ class ProcessTable:
         self._table: dict[str, Watched] = {}
         self._strangers = set(self._children())
         """Children that this process had before: whoever started them ends them."""
+        self.tended: Callable[[], set[int]] = set
+        """Children that somebody else of this process looks after."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def __iter__(self) -> Iterator[Watched]:
@@ -373,7 +375,7 @@ class ProcessTable:
 
     def reap_orphans(self) -> None:
         """Collect descendants that became our children; end those that belong to no live process."""
-        own = {process.pid for process in self._table.values() if process.child is not None}
+        own = {process.pid for process in self._table.values() if process.child is not None} | self.tended()
         children = self._children()
         self._strangers &= set(children)  # a number that is used again is none of theirs
         for pid in children:

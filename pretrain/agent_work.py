@@ -38,6 +38,7 @@ from planner.messages import (
 )
 from planner.store import ClusterStore
 from pretrain.agent_devices import Devices
+from pretrain.agent_memory import NodeMemory, PeerTier
 from pretrain.agent_processes import Launch, ProcessTable, Watched
 from pretrain.agent_socket import RankChannel
 from pretrain.nursery import Nursery
@@ -60,6 +61,8 @@ class AgentWork:
 
     Args:
         report: takes reports for the coordinator.
+        memory: the jobs' state in this node's memory.
+        peers: the other nodes' keepers of snapshots; None: no such tier.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class AgentWork:
         table: ProcessTable,
         channel: RankChannel,
         report: Callable[[Any], None],
+        memory: NodeMemory,
+        peers: PeerTier | None,
     ) -> None:
         self._store = store
         self._settings = settings
@@ -77,6 +82,7 @@ class AgentWork:
         self._table = table
         self._channel = channel
         self._report = report
+        self._memory, self._peers = memory, peers
         self._ports: dict[str, int] = {}
         self._newest: dict[str, int] = {}
         self._begun: set[str] = set()
@@ -165,8 +171,11 @@ class AgentWork:
                 "threads": self._devices.threads_per_slot,
                 "device": self._devices.name(slot),
                 "bind_address": self._settings.address,
+                "memory_dir": str(self._memory.folder) if self._memory.folder is not None else None,
+                "peers": self._peers.peers.all() if self._peers is not None else [],
             }
         )
+        self._memory.know(full)
         path = self._spec_path(spec.job, spec.incarnation, spec.rank)
         write_json(path, full.model_dump(mode="json", by_alias=True), mode=0o600)
         program = self._settings.rank_program or (_python(TRAIN_PYTHON), "-m", "pretrain.rank")
@@ -360,6 +369,11 @@ class AgentWork:
             return
         seconds = time.monotonic() - started
         self._report(Staged(time=self._now(), digest=command.digest, path=str(target), bytes=size, seconds=seconds))
+
+
+def train_python() -> str:
+    """The interpreter of ranks, stores and persisters."""
+    return _python(TRAIN_PYTHON)
 
 
 def _python(variable: str) -> str:

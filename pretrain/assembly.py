@@ -6,7 +6,7 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
@@ -24,6 +24,7 @@ from pretrain import (
     model,
     optimizer,
     parallel,
+    peer,
     recovery,
     regroup,
     snapshot,
@@ -34,16 +35,20 @@ from pretrain.checkpoint import Parts
 from pretrain.collective import Membership
 from pretrain.data import Corpus, Samples
 from pretrain.faults import Injector
+from pretrain.handover import HandedOverCheckpoints, Placement, find_placement
+from pretrain.job_folder import checkpoint_folder
 from pretrain.order import SampleOrder
 from pretrain.parallel import Layout
 from pretrain.published import Fence
 from pretrain.reform import Orders, Reformer, Waiting
-from pretrain.saving import PublishedCheckpoints, checkpoint_folder
-from pretrain.snapshots import first_on_node, memory_dir, open_snapshots
+from pretrain.remote import RemoteCheckpoints
+from pretrain.saving import PublishedCheckpoints
+from pretrain.snapshot_state import shards_optimizer
+from pretrain.snapshots import memory_dir, open_snapshots
 from pretrain.state import TrainState
 from pretrain.step import Machine
 from pretrain.tokenizer import Tokenizer
-from pretrain.trainer import StopRequest, Trainer
+from pretrain.trainer import SaveRetry, StopRequest, Trainer
 from pretrain.validation import Validation
 
 
@@ -87,7 +92,7 @@ def assemble(spec: RankSpec, channel: Channel) -> Trainer:
         )
     _same_data_everywhere(text.corpus.train.digest)
     built = _Built(spec, channel, text, where, layout, membership, reformer)
-    state = _load(spec, built.checkpoints, channel, text.corpus.train.digest)
+    state = _load(spec, built, channel, text.corpus.train.digest)
     return built.trainer(state)
 
 
@@ -108,6 +113,8 @@ def _join_running(spec: RankSpec, channel: Channel, text: _Text, where: torch.de
     built.injector.forget(order.fired_faults)
     trainer = built.trainer(built.checkpoints.parts.state)
     channel.listen(trainer.on_agent)
+    for message in waiting.kept:
+        trainer.on_agent(message)
     healing.enter(trainer, order, newcomer=True)
     return trainer
 
@@ -149,33 +156,52 @@ class _Built:
         self.machine = Machine(
             layout, chunk, optim, text.samples, self.order.index, self.injector, where, membership=membership
         )
-        self.checkpoints = PublishedCheckpoints(
-            folder=checkpoint_folder(config, Path(spec.job_folder)),
-            fence=Fence(spec.job, spec.incarnation, spec.lease_token),
-            parts=Parts(model=chunk, optimizer=optim, state=fresh, config=config, vocabulary=vocabulary),
-            channel=channel,
-            injector=self.injector,
-        )
+        self.sharded = shards_optimizer(optim)
+        self.saved_step = 0
+        self.placement = None if spec.joining else self._placement(layout)
+        self.checkpoints = open_checkpoints(
+            spec, Parts(model=chunk, optimizer=optim, state=fresh, config=config, vocabulary=vocabulary),
+            channel, self.injector,
+        )  # fmt: skip
+        if isinstance(self.checkpoints, HandedOverCheckpoints):
+            self.checkpoints.placement = self.placement
 
     def trainer(self, state: TrainState) -> Trainer:
         """The trainer that begins with ``state`` (collective among the ranks that start together)."""
         spec, machine, checkpoints = self.spec, self.machine, self.checkpoints
         healable = spec.agent_socket is not None and regroup.can_swap(machine.chunk)
+        placement = self.placement
         snapshots = open_snapshots(
             checkpoints.parts,
             machine.layout,
             fence=checkpoints.fence,
             tell=self.channel.send,
-            memory=memory_dir(),
-            first_replica_here=False if spec.joining else self._first_here(machine.layout),
+            memory=_memory(spec),
+            first_replica_here=placement is not None and placement.copies,
+            own_memory=spec.memory_dir is None,
         )
+        traffic: dict[str, Any] = {}
+        if isinstance(checkpoints, HandedOverCheckpoints):
+            checkpoints.snapshots = snapshots
+            if spec.peers and checkpoints.memory is not None:
+                traffic["traffic"] = peer.TrafficFlags(checkpoints.memory / peer.FLAGS, spec.config.workers.max).busy
+            if placement is not None:
+                checkpoints.take_over(state.step)
 
         def on_reformed(layout: Layout, incarnation: int) -> None:
             checkpoints.fence = Fence(spec.job, incarnation, spec.lease_token)
+            now = self._placement(layout)
+            snapshots.reformed(layout, checkpoints.fence, first_here=now.copies)
+            kept = True
+            if isinstance(checkpoints, HandedOverCheckpoints):
+                checkpoints.placement = now
+                kept = checkpoints.take_over(trainer.state.step)
             checkpoints.claim()
-            snapshots.reformed(layout, checkpoints.fence, memory=memory_dir(), first_here=self._first_here(layout))
+            if not kept:  # the copy died with its rank: save again at this step's end, or the next one's
+                trainer.facts.saved.pop(trainer.state.step, None)
+                trainer.retry = SaveRetry(at_step=trainer.state.step)
 
-        return Trainer(
+        trainer = Trainer(
             config=spec.config,
             incarnation=spec.incarnation,
             machine=machine,
@@ -191,10 +217,40 @@ class _Built:
             reformer=self.reformer if healable else None,
             on_reformed=on_reformed,
             parts=checkpoints.parts,
+            saved_step=self.saved_step,
+            **traffic,
         )
+        return trainer
 
-    def _first_here(self, layout: Layout) -> bool:
-        return first_on_node(layout, platform.node() + self.spec.bind_address)
+    def _placement(self, layout: Layout) -> Placement:
+        node = f"{platform.node()} {self.spec.bind_address} {_memory(self.spec)}"
+        return find_placement(layout, node, sharded=self.sharded)
+
+
+def _memory(spec: RankSpec) -> Path | None:
+    """The node's folder in host memory; None where nobody named one: then there is no snapshot tier."""
+    return Path(spec.memory_dir) if spec.memory_dir is not None else memory_dir()
+
+
+def open_checkpoints(spec: RankSpec, parts: Parts, channel: Channel, injector: Injector) -> PublishedCheckpoints:
+    """The durable tier of a rank: by the node's persister where its agent gave memory, else by the ranks."""
+    common: dict[str, Any] = {
+        "folder": checkpoint_folder(spec.config, Path(spec.job_folder)),
+        "fence": Fence(spec.job, spec.incarnation, spec.lease_token),
+        "parts": parts,
+        "channel": channel,
+        "injector": injector,
+    }
+    where = spec.config.checkpoint.dir or ""
+    if spec.memory_dir is None:
+        if "://" in where:
+            raise BadInputError(f"checkpoint.dir {where}: a URL needs an agent with host memory; name a folder")
+        return PublishedCheckpoints(**common)
+    memory = snapshot.job_dir(Path(spec.memory_dir), spec.job)
+    if "://" in where:
+        common["folder"] = Path(spec.job_folder) / "fetched"
+        return RemoteCheckpoints(**common, memory=memory, url=where)
+    return HandedOverCheckpoints(**common, memory=memory)
 
 
 def _prepare_text(config: PretrainConfig, job_folder: Path) -> _Text:
@@ -227,15 +283,20 @@ def _same_data_everywhere(digest: str) -> None:
         )
 
 
-def _load(spec: RankSpec, checkpoints: PublishedCheckpoints, channel: Channel, digest: str) -> TrainState:
-    """Claim the checkpoint folder and load what the spec names; the fresh state where it names nothing."""
+def _load(spec: RankSpec, built: _Built, channel: Channel, digest: str) -> TrainState:
+    """Claim the checkpoints and go on from the nearest newest state; the fresh state where there is none."""
     channel.send(RankPhase(phase="load", step=0, time=time.time()))
+    checkpoints = built.checkpoints
     checkpoints.claim()
-    state = None if spec.exact_resume else _from_memory(spec, checkpoints, channel)
-    if state is None and spec.resume is None:
+    resume = checkpoints.find(spec.resume)
+    state = None if spec.exact_resume else _from_memory(spec, checkpoints, resume, channel)
+    built.saved_step = _step_of(resume)
+    if state is None and resume is None:
         return checkpoints.parts.state
     if state is None:
-        state = checkpoints.resume(Path(spec.resume or ""))
+        assert resume is not None
+        state = checkpoints.resume(resume)
+        built.saved_step = state.step
     if state.data_digest != digest:
         if spec.rank == 0:
             reason = (
@@ -247,13 +308,21 @@ def _load(spec: RankSpec, checkpoints: PublishedCheckpoints, channel: Channel, d
     return state
 
 
-def _from_memory(spec: RankSpec, checkpoints: PublishedCheckpoints, channel: Channel) -> TrainState | None:
-    """The state of a snapshot that outlived its rank, where one is newer than the checkpoint to resume (collective)."""
-    memory = memory_dir()
+def _step_of(resume: Path | None) -> int:
+    parsed = manifest.parse_step_dir(resume.name) if resume is not None else None
+    return parsed[0] if parsed else 0
+
+
+def _from_memory(
+    spec: RankSpec, checkpoints: PublishedCheckpoints, resume: Path | None, channel: Channel
+) -> TrainState | None:
+    """The state of a snapshot that outlived its rank, where it is as new as the published one (collective)."""
+    memory = _memory(spec)
     folder = snapshot.job_dir(memory, spec.job) if memory is not None else None
-    named = manifest.parse_step_dir(Path(spec.resume).name) if spec.resume else None
     began = time.monotonic()
-    recovered = recovery.from_snapshots(checkpoints.parts, folder, newer_than=named[0] if named else 0)
+    if memory is not None:
+        _bring_from_peers(spec, checkpoints, memory, _step_of(resume), channel)
+    recovered = recovery.from_snapshots(checkpoints.parts, folder, newer_than=max(0, _step_of(resume) - 1))
     if dist.get_rank() == 0:
         for one in recovered.refused:
             channel.send(
@@ -262,6 +331,23 @@ def _from_memory(spec: RankSpec, checkpoints: PublishedCheckpoints, channel: Cha
         if recovered.chosen is not None:
             channel.send(_told("loaded", recovered.chosen.step, time.monotonic() - began, recovered.reason))
     return checkpoints.parts.state if recovered.chosen is not None else None
+
+
+def _bring_from_peers(
+    spec: RankSpec, checkpoints: PublishedCheckpoints, memory: Path, published_step: int, channel: Channel
+) -> None:
+    """Once per node: where other nodes' memory holds newer state than this node and the durable tier, fetch it."""
+    first = isinstance(checkpoints, HandedOverCheckpoints) and checkpoints.placement is not None
+    if first and checkpoints.placement.first and spec.peers:
+        own = [found.step for found in snapshot.find(snapshot.job_dir(memory, spec.job)) if found.complete]
+        newest = max([published_step, *own])
+        brought = peer.bring_newest(memory, spec.peers, job=spec.job, token=spec.token, newer_than=newest)
+        for line in brought.trouble:
+            channel.send(_told("refused", brought.step or newest, 0.0, f"peer: {line}"))
+        if brought.step is not None:
+            reason = f"step {brought.step} came from the memory of {', '.join(brought.sources)}"
+            channel.send(RankNote(action=Action.SNAPSHOT_FETCHED.value, reason=reason, time=time.time()))
+    dist.barrier()
 
 
 def _told(what: Literal["refused", "loaded"], step: int, seconds: float, reason: str) -> RankCheckpoint:

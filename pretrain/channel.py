@@ -21,10 +21,10 @@ from pydantic import BaseModel, ValidationError
 
 from planner.clock import Clock, SystemClock
 from planner.errors import ExitCode, one_line
-from planner.messages import AGENT_TO_RANK, Acknowledged, LeaveCollective, RankHello, Reform, StopAtBoundary
+from planner.messages import AGENT_TO_RANK, Acknowledged, LeaveCollective, Persisted, RankHello, Reform, StopAtBoundary
 from pretrain import unix_socket
 
-AgentMessage = StopAtBoundary | Reform | LeaveCollective
+AgentMessage = StopAtBoundary | Reform | LeaveCollective | Persisted
 Handler = Callable[[AgentMessage], None]
 
 RECONNECT_SECONDS = 30.0

@@ -13,6 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from planner.files import fsync_dir, write_json
+from planner.pretrain_config import PretrainConfig
+
+
+def checkpoint_folder(config: PretrainConfig, folder: Path) -> Path:
+    """Where a job's checkpoints (or, where those are at a URL, its exports alone) are on this host."""
+    named = config.checkpoint.dir
+    return Path(named).expanduser() if named and "://" not in named else folder / "checkpoints"
+
+
+def published_at(config: PretrainConfig, folder: Path) -> str:
+    """The folder or URL in which a job's checkpoints are published; ``folder`` is the job's."""
+    named = config.checkpoint.dir
+    return named if named and "://" in named else str(checkpoint_folder(config, folder))
+
 
 LINES = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
 FOLDERS = ("logs", "checkpoints", "reports")

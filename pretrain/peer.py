@@ -18,7 +18,8 @@ import shutil
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ import xxhash
 
 from planner.auth import ForgedMessageError, seal, unseal
 from planner.clock import Clock, SystemClock
-from planner.errors import MissingServiceError, one_line
+from planner.errors import MissingServiceError, PlanariaError, one_line
 from pretrain import snapshot
 from pretrain.snapshot import Buffer, Description, Mapping, Shard, SnapshotError
 
+FLAGS = "traffic"
+"""Name of the traffic flags' file in a job's folder."""
+OWN = ""
+"""For a node's name: the serving node's own snapshots."""
 _CHUNK = 1 << 20
 _LONGEST_LINE = 64 << 20
 _SECONDS = 30.0
@@ -53,6 +58,7 @@ class TrafficFlags:
         try:
             if os.fstat(fd).st_size < ranks:
                 os.ftruncate(fd, ranks)
+            os.pwrite(fd, bytes(ranks), 0)  # whoever set a flag and died will not take it back
             self._map = mmap.mmap(fd, ranks)
         finally:
             os.close(fd)
@@ -192,6 +198,8 @@ class PeerServer:
                 self._keep(connection, stream, request)
             elif request["kind"] == "fetch":
                 self._hand_back(connection, request)
+            elif request["kind"] == "list":
+                _send_line(connection, {"ok": True, "offers": self._offers(str(request["job"]))})
         except (SnapshotError, KeyError, OSError) as error:
             busy = isinstance(error, PeerBusyError)
             _send_line(connection, {"ok": False, "busy": busy, "reason": one_line(error)})
@@ -218,8 +226,23 @@ class PeerServer:
         here = [path for path in folder.glob(f"{said.coordinate.name}.*.bin") if path.stat().st_size == said.nbytes]
         return 0 if len(here) >= snapshot.BUFFERS else said.nbytes
 
+    def _offers(self, job: str) -> list[dict[str, Any]]:
+        """What is here of a job: this node's own snapshots and the copies of others'."""
+        own = snapshot.job_dir(self.memory_dir, job)
+        folders = [(OWN, own), *((path.name.removeprefix("peer-"), path) for path in own.glob("peer-*"))]
+        return [
+            {"node": node, "step": found.step, "incarnation": found.incarnation}
+            for node, folder in folders
+            for found in snapshot.find(folder)
+        ]
+
     def _hand_back(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        folder = peer_dir(self.memory_dir, str(request["job"]), _plain_name(request["node"]))
+        job = str(request["job"])
+        own = request["node"] == OWN
+        folder = (
+            snapshot.job_dir(self.memory_dir, job) if own
+            else peer_dir(self.memory_dir, job, _plain_name(request["node"]))
+        )  # fmt: skip
         shards = [shard for found in snapshot.find(folder) for shard in found.shards]
         if request.get("step") is not None:
             shards = [shard for shard in shards if shard.description.step == request["step"]]
@@ -335,6 +358,73 @@ def fetch(
             _store(snapshot.job_dir(memory_dir, job), said, stream)
             arrived.append(said.step)
     return arrived
+
+
+@dataclass(frozen=True, order=True)
+class Offer:
+    """A snapshot that some keeper holds. The greatest is the newest."""
+
+    step: int
+    incarnation: int
+    node: str
+    """Whose it is; :data:`OWN` for the keeper's own."""
+    address: tuple[str, int]
+
+
+def offers(address: tuple[str, int], *, job: str, token: str) -> list[Offer]:
+    """What one keeper holds of a job.
+
+    Raises:
+        SnapshotError: refused.
+        MissingServiceError: the peer is not there.
+    """
+    with _connected(address, job, token, {"kind": "list"}) as (_, stream):
+        said = _accepted(_read_line(stream))["offers"]
+    return [Offer(int(one["step"]), int(one["incarnation"]), str(one["node"]), address) for one in said]
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What came from other nodes' memory. ``step`` is None where nothing did."""
+
+    step: int | None
+    sources: tuple[str, ...] = ()
+    trouble: tuple[str, ...] = ()
+
+
+def bring_newest(memory_dir: Path, addresses: Sequence[str], *, job: str, token: str, newer_than: int) -> Brought:
+    """Bring the newest snapshot of a job that other nodes hold into this node's memory, from all that hold a part.
+
+    Args:
+        memory_dir: this node's.
+        addresses: ``host:port`` of the keepers.
+        job: the job.
+        token: its token.
+        newer_than: step of the newest state that can be had nearer; only what is newer is brought.
+
+    A keeper that is gone or sends damaged bytes is passed over; the next newest step is tried where none is whole.
+    """
+    found: list[Offer] = []
+    trouble: list[str] = []
+    for where in addresses:
+        host, _, port = where.rpartition(":")
+        try:
+            found += offers((host, int(port)), job=job, token=token)
+        except (PlanariaError, OSError, ValueError) as error:
+            trouble.append(f"{where}: {one_line(error)}")
+    for step, incarnation in sorted({(one.step, one.incarnation) for one in found}, reverse=True):
+        if step <= newer_than:
+            break
+        sources: list[str] = []
+        for offer in [one for one in found if (one.step, one.incarnation) == (step, incarnation)]:
+            try:
+                if fetch(memory_dir, offer.address, job=job, node=offer.node, token=token, step=step):
+                    sources.append(f"{offer.address[0]}:{offer.address[1]}")
+            except (PlanariaError, OSError, ValueError) as error:
+                trouble.append(f"{offer.address[0]}:{offer.address[1]}, step {step}: {one_line(error)}")
+        if sources:
+            return Brought(step, tuple(dict.fromkeys(sources)), tuple(trouble))
+    return Brought(None, (), tuple(trouble))
 
 
 def drop(memory_dir: Path, job: str) -> None:

@@ -3,8 +3,9 @@
 ``python -m pretrain.persister SPEC.json`` watches a job's snapshots on its node. For each complete one that is
 marked for it: Megatron's distributed format is written from the shared memory, read back from the disk, hashed,
 compared, published under the fence of the incarnation that took it, ``latest`` moved, retention applied. A save
-that fails is tried again with pauses; training never waits for it. Messages
-(:class:`planner.messages.RankCheckpoint`) go to standard output, one JSON document per line.
+that fails is tried again with pauses; training never waits for it. Messages (:class:`planner.messages.RankCheckpoint`
+for the event log, :class:`planner.messages.Persisted` for the ranks) go to standard output, one JSON document per
+line.
 
 SIGTERM: finish what is marked, then leave. Whoever starts it (:class:`PersisterKeeper`) starts it again when it
 dies, and the save in hand is done anew from the snapshot, which lives in memory that belongs to neither.
@@ -13,6 +14,7 @@ dies, and the save in hand is done anew from the snapshot, which lives in memory
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -27,13 +29,17 @@ from pydantic import BaseModel, ConfigDict
 from planner import manifest
 from planner.clock import Clock, SystemClock
 from planner.errors import BadInputError, FencedError, one_line
-from planner.messages import RankCheckpoint
+from planner.messages import Persisted, RankCheckpoint
+from planner.pretrain_config import FaultKind
 from pretrain import published, snapshot
+from pretrain.faults import corrupt
 from pretrain.published import Fence
 from pretrain.snapshot import SnapshotError, SnapshotSet
 from pretrain.targets import Target, open_target
 
 MEGATRON = "megatron"
+Key = tuple[int, int, float]
+"""(incarnation, step, time of its making): one snapshot under one right."""
 
 
 class PersisterSpec(BaseModel):
@@ -53,6 +59,8 @@ class PersisterSpec(BaseModel):
     """Pause after the first failed try; doubles with each."""
     poll_seconds: float = 0.1
     hash_threads: int = 2
+    fence_patience: float = 60.0
+    """Seconds that a snapshot whose incarnation has lost its right may wait for the next one to take it over."""
     parent: int | None = None
     """Process id to leave with; None: stay until told."""
 
@@ -65,8 +73,12 @@ class Persister:
     target: Target
     tell: Callable[[RankCheckpoint], None]
     clock: Clock = field(default_factory=SystemClock)
-    done: set[tuple[int, int]] = field(default_factory=set)
-    """(incarnation, step) that need no more work: published, fenced or given up."""
+    settled: Callable[[Persisted], None] = lambda word: None
+    """Takes the last word about each snapshot."""
+    done: set[Key] = field(default_factory=set)
+    """What needs no more work: published, fenced or given up."""
+    fenced: dict[Key, float] = field(default_factory=dict)
+    """What may not be published by its own right, and since when (monotonic)."""
     stopping: bool = False
 
     @property
@@ -93,50 +105,78 @@ class Persister:
         return [
             found
             for found in reversed(snapshot.find(self.folder))
-            if found.complete
-            and found.shards[0].description.persist
-            and (found.incarnation, found.step) not in self.done
+            if found.complete and found.shards[0].description.persist and _key(found) not in self.done
         ]
 
     def persist(self, found: SnapshotSet) -> None:
-        """Make one snapshot durable, with retries; says what became of it."""
-        key = (found.incarnation, found.step)
-        if self._published_before(found):
-            self.done.add(key)
-            self._retain(found.step)
+        """Make one snapshot durable, with retries; says what became of it.
+
+        One whose incarnation has lost its right is left alone for a while: the next one on this node takes it over
+        under its own (:func:`pretrain.snapshot.relabel`), and then it is another one to this loop.
+        """
+        key = _key(found)
+        since = self.fenced.get(key)
+        if since is not None and self.clock.monotonic() - since < self.spec.fence_patience and not self.stopping:
+            self.clock.sleep(self.spec.poll_seconds)
             return
+        if (path := self._published_before(found)) is not None:
+            self._settle(found, path, 0.0)
+            return
+        reason = ""
         for attempt in range(self.spec.failures):
             started = self.clock.monotonic()
             try:
                 path = self._publish(found)
-            except FencedError as error:
-                self._say("refused", found.step, reason=str(error))
-                break
             except Exception as error:  # any failure of storage or format: say so, try again, go on
-                self._say("failed", found.step, reason=f"try {attempt + 1} of {self.spec.failures}: {one_line(error)}")
+                if not self._current(found):
+                    return  # another incarnation took it over meanwhile, or it is no more
+                reason = one_line(error)
+                if isinstance(error, FencedError):
+                    if since is None and self.spec.fence_patience > 0:
+                        self.fenced[key] = self.clock.monotonic()
+                        return
+                    self._say("refused", found.step, reason=reason)
+                    break
+                self._say("failed", found.step, reason=f"try {attempt + 1} of {self.spec.failures}: {reason}")
                 if isinstance(error, SnapshotError):
                     break  # overwritten or damaged in memory: there is nothing left to write
                 self.clock.sleep(self.spec.back_off_seconds * 2**attempt)
                 continue
-            self._say("published", found.step, path=path, seconds=self.clock.monotonic() - started)
-            self._retain(found.step)
-            break
+            self._settle(found, path, self.clock.monotonic() - started)
+            return
         self.done.add(key)
+        self.settled(Persisted(step=found.step, published=False, reason=reason))
 
-    def _published_before(self, found: SnapshotSet) -> bool:
-        """Whether an earlier process published exactly this snapshot before it died; then ``latest`` is seen to."""
+    def _settle(self, found: SnapshotSet, path: str, seconds: float) -> None:
+        """It is published: say so to the log and to the ranks, then count what may go."""
+        self.done.add(_key(found))
+        self._say("published", found.step, path=path, seconds=seconds)
+        self.settled(Persisted(step=found.step, published=True))
+        if snapshot.take_drill(self.folder, found.step, FaultKind.CORRUPT_CHECKPOINT.value):
+            corrupt(Path(path))
+        self._retain(found.step)
+
+    def _current(self, found: SnapshotSet) -> bool:
+        """Whether memory still holds this snapshot under this right."""
+        said = found.shards[0].buffer.describe()
+        return said is not None and (said.incarnation, said.step, said.created) == _key(found)
+
+    def _published_before(self, found: SnapshotSet) -> str | None:
+        """Where an earlier process published exactly this snapshot before it died; then ``latest`` is seen to."""
         try:
             if self.target.incarnation_of(found.step) != found.incarnation:
-                return False
+                return None
             if found.step == max(self.target.steps()):
                 self.target.point_latest(found.step)
-            return True
+            return self.target.location(found.step)
         except Exception:  # a target that cannot be asked is the save's to complain about
-            return False
+            return None
 
     def _publish(self, found: SnapshotSet) -> str:
         from pretrain import megatron_format, snapshot_state
 
+        if snapshot.take_drill(self.folder, found.step, FaultKind.DISK_FULL.value):
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected at step {found.step}, save)")
         said = found.shards[0].description
         fence = Fence(said.job, said.incarnation, said.token)
         work = self.target.work_dir(found.step, fence)
@@ -190,7 +230,11 @@ class Persister:
         )
 
 
-def _print(message: RankCheckpoint) -> None:
+def _key(found: SnapshotSet) -> Key:
+    return found.incarnation, found.step, found.shards[0].description.created
+
+
+def _print(message: RankCheckpoint | Persisted) -> None:
     sys.stdout.write(message.model_dump_json() + "\n")
     sys.stdout.flush()
 
@@ -224,7 +268,7 @@ def main(path: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="planaria-persister-") as scratch:
         target = open_target(spec.target, Path(scratch), hash_threads=spec.hash_threads)
-        persister = Persister(spec, target, _print)
+        persister = Persister(spec, target, _print, settled=_print)
 
         def leave(number: int, frame: FrameType | None) -> None:
             persister.stopping = True

@@ -229,10 +229,22 @@ def commit(
             except BaseException:
                 remove_tree(target)
                 raise
-        if latest:
+        if latest and not _overtaken(target.parent, described):
             on_stage("latest")
             move_latest(target.parent, target.name)
     return said is not None
+
+
+def _overtaken(folder: Path, described: manifest.Described) -> bool:
+    """Whether ``latest`` names a later step of the same incarnation: two of its saves ended in the other order."""
+    named = read_latest(folder)
+    if named is None or not (named / manifest.NAME).exists():
+        return False
+    try:
+        said = manifest.read_manifest(named)
+    except BadInputError:
+        return False
+    return (said.job, said.incarnation) == (described.job, described.incarnation) and said.step > described.step
 
 
 def clear_debris(folder: Path) -> list[Path]:
@@ -258,13 +270,12 @@ def apply_retention(
     keep_every: int | None,
     newest_verified: int | None,
     protected: Collection[int] = (),
-    evaluated: Callable[[int], bool] | None = None,
 ) -> list[Path]:
     """Delete what :func:`planner.retention.deletable` allows, oldest first; the checkpoints that were deleted.
 
     Called by the holder of the fence after a publication, never before it. ``newest_verified`` is normally the
-    step just published, whose bytes have been read back. The export of a deleted checkpoint stays until
-    ``evaluated(step)``, since its evaluation may still wait; None asks whether the job's folder has its results.
+    step just published, whose bytes have been read back. Exports stay: whether a trial still needs one is the
+    supervisor's to know (:func:`planner.retention.deletable_exports`).
     """
     found = dict(published(folder))
     steps = retention.deletable(
@@ -272,16 +283,7 @@ def apply_retention(
     )
     for step in steps:
         remove_tree(found[step])
-    left = found.keys() - set(steps)
-    for step, path in step_dirs(folder, exports=True):
-        if step not in left and step not in protected and (evaluated or _has_results(folder))(step):
-            remove_tree(path)
     return [found[step] for step in steps]
-
-
-def _has_results(folder: Path) -> Callable[[int], bool]:
-    reports = folder.parent / "reports"
-    return lambda step: (reports / manifest.step_dir_name(step) / "results.json").exists()
 
 
 def retire_after(folder: Path, step: int) -> list[Path]:

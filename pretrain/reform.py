@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from planner.alignment import Standing
 from planner.errors import ExitCode, PlanariaError, WorkFailedError
-from planner.messages import LeaveCollective, RankSpec, Reform, StopAtBoundary
+from planner.messages import LeaveCollective, Persisted, RankSpec, Reform, StopAtBoundary
 from planner.rank_map import Grid
 from planner.severity import name_exception
 from pretrain import parallel, regroup
@@ -231,6 +231,8 @@ class Waiting:
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         self._joining: tuple[Membership, Layout] | None = None
+        self.kept: list[Persisted] = []
+        """For the trainer that is to come."""
 
     def watch(self, membership: Membership, layout: Layout) -> None:
         """From now on a word to leave breaks the joining of ``membership`` off."""
@@ -242,5 +244,7 @@ class Waiting:
             self._orders.put(message)
         elif isinstance(message, StopAtBoundary):
             self._orders.stop()
+        elif isinstance(message, Persisted):
+            self.kept.append(message)
         elif self._joining is not None:
             on_leave(message, self._orders, *self._joining)

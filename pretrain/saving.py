@@ -11,8 +11,8 @@ import torch.distributed as dist
 from planner import manifest
 from planner.clock import Clock, SystemClock
 from planner.errors import BadInputError, GivenUpError, one_line
-from planner.messages import RankCheckpoint
-from planner.pretrain_config import FaultKind, Phase, PretrainConfig
+from planner.messages import Persisted, RankCheckpoint
+from planner.pretrain_config import FaultKind, Phase
 from pretrain import checkpoint, published
 from pretrain.channel import Channel
 from pretrain.checkpoint import Parts, SaveFailedError
@@ -23,20 +23,6 @@ from pretrain.state import TrainState
 
 BACK_OFF_SECONDS = (1.0, 2.0, 4.0, 8.0)
 """Waits between tries of a save that must succeed now (the last one, or before leaving)."""
-
-
-def checkpoint_folder(config: PretrainConfig, job_folder: Path) -> Path:
-    """Where a job's checkpoints are: ``checkpoint.dir``, or ``checkpoints`` in its folder.
-
-    Raises:
-        BadInputError: a URL: ranks save to folders; object stores are served by :mod:`pretrain.persister`.
-    """
-    if config.checkpoint.dir and "://" in config.checkpoint.dir:
-        raise BadInputError(
-            f"checkpoint.dir {config.checkpoint.dir}: ranks save to a folder; leave it out, and let "
-            "python -m pretrain.persister publish the job's snapshots to the URL"
-        )
-    return Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else job_folder / "checkpoints"
 
 
 @dataclass
@@ -69,6 +55,10 @@ class PublishedCheckpoints:
                     published.clear_debris(self.folder)
 
     # ------------------------------------------------------------ resuming
+
+    def find(self, named: str | None) -> Path | None:
+        """The published checkpoint to go on from: the one that the supervisor named."""
+        return Path(named) if named else None
 
     def resume(self, wanted: Path) -> TrainState:
         """Load ``wanted``, or the newest older checkpoint that verifies where it does not (collective).
@@ -119,7 +109,7 @@ class PublishedCheckpoints:
         self.parts.state = state
         while True:
             try:
-                self._save_once(state)
+                self._save_once(state, insist=insist)
             except SaveFailedError as error:
                 self.failures += 1
                 self._tell("failed", state.step, None, reason=one_line(error))
@@ -129,10 +119,25 @@ class PublishedCheckpoints:
                     return False
                 self.clock.sleep(BACK_OFF_SECONDS[min(self.failures, len(BACK_OFF_SECONDS)) - 1])
             else:
-                self.failures = 0
+                if self._is_durable():
+                    self.failures = 0
                 return True
 
-    def _save_once(self, state: TrainState) -> None:
+    def settle(self) -> None:
+        """Wait until what was saved last is published; here it is, when :meth:`save` returns."""
+
+    def heard(self, message: Persisted) -> None:
+        """A word of the node's persister; of no interest to who publishes by itself."""
+
+    def hands_over(self) -> bool:
+        """Whether the next save is a snapshot that the persister publishes (the same on all ranks)."""
+        return False
+
+    def _is_durable(self) -> bool:
+        """Whether the save that has just succeeded is published already."""
+        return True
+
+    def _save_once(self, state: TrainState, *, insist: bool) -> None:
         started = self.clock.monotonic()
         effects: list[FaultKind] = []
 

@@ -5,6 +5,8 @@ with raw tensors and, once the copy is whole and hashed, a JSON description besi
 commit. State changes only in the optimizer step, so the copy runs in a thread beside the next forward and
 backward pass and :meth:`SnapshotWriter.finish` is called before the update after it; what it waits is the stall.
 
+Light: torch is loaded where tensors are touched alone, so that an agent can look after snapshots without it.
+
 Readers (persister, peer sender, recovery) hold a shared lock on the buffer they read; the writer takes the
 oldest buffer that nobody reads, and never waits for a reader.
 """
@@ -19,16 +21,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 
 from planner.errors import PlanariaError
 from planner.files import write_atomic
-from pretrain import plain
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1
 BUFFERS = 2
@@ -149,6 +152,36 @@ def remove_job(memory_dir: Path, job: str) -> None:
         folder.parent.rmdir()
 
 
+def leave_drill(folder: Path, step: int, kind: str) -> None:
+    """Leave word for the persister that an injected fault is to hit the checkpoint of ``step``."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (folder / f"drill-{step}-{kind}").touch(mode=0o600)
+
+
+def take_drill(folder: Path, step: int, kind: str) -> bool:
+    """Whether such word was left; it is taken away."""
+    try:
+        (folder / f"drill-{step}-{kind}").unlink()
+    except OSError:
+        return False
+    return True
+
+
+def relabel(folder: Path, *, incarnation: int, token: int, at_most: int) -> None:
+    """Make a node's snapshots up to a step those of a new incarnation that goes on from there; newer ones go.
+
+    A buffer that is being read keeps its bytes: only the description changes, and its reader finds its right to
+    publish gone.
+    """
+    for found in find(folder):
+        for shard in found.shards:
+            said = shard.description
+            if said.step > at_most:
+                shard.buffer.invalidate()
+            elif (said.incarnation, said.token) != (incarnation, token):
+                shard.buffer.commit(replace(said, incarnation=incarnation, token=token))
+
+
 # ---------------------------------------------------------------- one buffer
 
 
@@ -215,6 +248,10 @@ class Mapping:
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
         """One tensor of the buffer, sharing its memory; read-only mappings give tensors that must not be written."""
+        import torch
+
+        from pretrain import plain
+
         dtype = plain.named_dtype(entry.dtype)
         if entry.nbytes == 0:
             return torch.empty(entry.local_shape, dtype=dtype)
@@ -383,6 +420,8 @@ class SnapshotWriter:
         nbytes: int,
         copied: Future[float],
     ) -> None:
+        import torch
+
         with lock:
             started = self.clock()
             try:
@@ -448,6 +487,8 @@ class Source:
 
 def _place(source: Source) -> tuple[list[tuple[TensorEntry, torch.Tensor]], int]:
     """Where each tensor goes in the buffer, and how large that is."""
+    from pretrain import plain
+
     placed = []
     offset = 0
     for sharded in source.tensors:

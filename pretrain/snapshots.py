@@ -39,15 +39,28 @@ class Snapshots:
     clock: Clock
     speaks: bool = True
     """Whether this rank tells of snapshots that went well; one per job does."""
+    memory: Path | None = None
+    """The node's folder in host memory."""
+    own_memory: bool = True
+    """Whether the ranks themselves give the memory back; where an agent runs, it does."""
 
-    def after_step(self, state: TrainState, *, persist: bool = False) -> None:
+    def after_step(self, state: TrainState) -> None:
         """Begin a snapshot of ``state``, which the live tensors have just reached, where one is due."""
+        if state.step % self.every_steps == 0:
+            self.hand_over(state, persist=False)
+
+    def hand_over(self, state: TrainState, *, persist: bool) -> Taken | None:
+        """Begin a snapshot of ``state`` now, marked for the persister where ``persist`` says so.
+
+        Returns:
+            How it begins; its ``skipped`` says why nothing was taken. None on a rank that copies nothing.
+        """
         self.parts.state = state
-        if self.writer is None or not (persist or self.parts.state.step % self.every_steps == 0):
-            return
+        if self.writer is None:
+            return None
         source = snapshot_state.source(self.parts, fence=self.fence, created=self.clock.time(), persist=persist)
         self._report_previous()
-        self.writer.begin(source)
+        return self.writer.begin(source)
 
     def before_update(self) -> float:
         """Wait until the copy in flight has read the tensors that are about to change; the seconds waited."""
@@ -65,20 +78,21 @@ class Snapshots:
             self.writer.finish()
             self.writer.wait_committed()
 
-    def reformed(self, layout: Layout, fence: Fence, *, memory: Path | None, first_here: bool) -> None:
+    def reformed(self, layout: Layout, fence: Fence, *, first_here: bool) -> None:
         """Go on under a new incarnation; a rank whose node lost the replica that copied takes over."""
         self.fence, self.speaks = fence, layout.rank == 0
-        if self.writer is None and memory is not None and first_here:
-            self.writer = _writer(layout, fence.job, memory, self.clock)
+        self.drain()
+        if self.writer is None and self.memory is not None and first_here:
+            self.writer = _writer(layout, fence.job, self.memory, self.clock)
 
-    def close(self, *, completed: bool, memory: Path | None) -> None:
-        """Stop copying. A completed job's memory is given back; otherwise the files stay for the recovery."""
+    def close(self, *, completed: bool) -> None:
+        """Stop copying. The files stay for the recovery; those of a completed job go, where no agent sees to that."""
         if self.writer is None:
             return
         self.writer.close()
         self._report_previous()
-        if completed and memory is not None:
-            snapshot.remove_job(memory, self.fence.job)
+        if completed and self.own_memory and self.memory is not None:
+            snapshot.remove_job(self.memory, self.fence.job)
 
     def _report_previous(self) -> None:
         """Say what the last snapshot cost, now that it is over."""
@@ -113,6 +127,7 @@ def open_snapshots(
     tell: Callable[[RankCheckpoint], None],
     memory: Path | None,
     first_replica_here: bool,
+    own_memory: bool = True,
     clock: Clock | None = None,
 ) -> Snapshots:
     """The snapshot tier of one rank.
@@ -124,6 +139,7 @@ def open_snapshots(
         tell: takes messages for the agent.
         memory: the node's folder in host memory; None: nothing is ever copied.
         first_replica_here: whether this rank is the first data-parallel replica of its shard on this node.
+        own_memory: whether the ranks give the memory of a completed job back themselves.
         clock: time.
     """
     clock = clock or SystemClock()
@@ -132,7 +148,8 @@ def open_snapshots(
     if memory is not None and (first_replica_here or sharded):
         writer = _writer(layout, fence.job, memory, clock, sharded=sharded)
     every = parts.config.checkpoint.snapshot_every_steps
-    return Snapshots(parts, fence, every, writer, tell, clock, speaks=layout.rank == 0)
+    speaks = layout.rank == 0
+    return Snapshots(parts, fence, every, writer, tell, clock, speaks=speaks, memory=memory, own_memory=own_memory)
 
 
 def _writer(layout: Layout, job: str, memory: Path, clock: Clock, *, sharded: bool = False) -> SnapshotWriter:
@@ -145,13 +162,3 @@ def _writer(layout: Layout, job: str, memory: Path, clock: Clock, *, sharded: bo
         replicas=layout.data if sharded else 1,
     )
     return SnapshotWriter(snapshot.job_dir(memory, job), coordinate, clock=clock.monotonic)
-
-
-def first_on_node(layout: Layout, node: str) -> bool:
-    """Whether this rank is the first data-parallel replica of its shard on its node (collective)."""
-    import torch.distributed as dist
-
-    where: list[tuple[str, int, int, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(where, (node, layout.tensor_rank, layout.pipeline_rank, layout.data_rank))
-    mine = (node, layout.tensor_rank, layout.pipeline_rank)
-    return layout.data_rank == min(one[3] for one in where if one is not None and one[:3] == mine)

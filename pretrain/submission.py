@@ -104,9 +104,8 @@ def _check_folder(config: PretrainConfig, path: Path) -> None:
     if folder is None:
         return
     if "://" in folder:
-        raise BadInputError(
-            f"{path}: checkpoint.dir: {folder}: ranks save to a folder; name one (a persister can publish to the URL)"
-        )
+        _check_url(folder, path)
+        return
     here = Path(folder)
     try:
         while not here.exists():
@@ -118,6 +117,19 @@ def _check_folder(config: PretrainConfig, path: Path) -> None:
         raise BadInputError(f"{path}: checkpoint.dir: {here} is not a directory; name another folder")
     if not os.access(here, os.W_OK | os.X_OK):
         raise BadInputError(f"{path}: checkpoint.dir: {folder} cannot be written ({here} is not writable)")
+
+
+def _check_url(url: str, path: Path) -> None:
+    """Whether this installation can speak to such a store; whether it answers is seen when the job claims it."""
+    import fsspec
+
+    protocol, _, rest = url.partition("://")
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        raise BadInputError(f"{path}: checkpoint.dir: {url}: {one_line(error)}") from None
+    if not rest.strip("/"):
+        raise BadInputError(f"{path}: checkpoint.dir: {url}: names no bucket or folder")
 
 
 def check_slots(config: PretrainConfig, path: Path, slots: int, where: str) -> None:

@@ -14,6 +14,7 @@ they do once.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections import defaultdict
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner import ettr, job_machine
+from planner import ettr, job_machine, retention
 from planner.auth import job_token
 from planner.errors import MissingServiceError, PlanariaError, one_line
 from planner.events import Action, Event
@@ -37,6 +38,7 @@ from planner.job_events import (
     JobAction,
     JobEvent,
     NodeUp,
+    Persisted,
     Release,
     Said,
     Send,
@@ -51,12 +53,13 @@ from planner.job_events import (
 )
 from planner.job_record import JobRecord, RankRecord
 from planner.leases import Lease
+from planner.manifest import step_dir_name
 from planner.messages import COMMANDS, RankSpec, StartRanks
 from planner.pretrain_config import PretrainConfig
 from planner.store import ClusterStore, Entry, ReportEnvelope, Request
 from pretrain import published
 from pretrain.exports import Exporter, ExportResult
-from pretrain.job_folder import JobFolder, finite
+from pretrain.job_folder import JobFolder, checkpoint_folder, finite
 from pretrain.watch import JobWatch
 
 READER = "supervisor"
@@ -66,11 +69,6 @@ BLOCK_SECONDS = 0.2
 """Longest wait for reports; leases and time are looked at as often."""
 ACCOUNT_SECONDS = 5.0
 """Least seconds between two accounts of a job's time."""
-
-
-def checkpoint_folder(config: PretrainConfig, folder: Path) -> Path:
-    """Where a job's checkpoints are: ``checkpoint.dir``, or ``checkpoints`` in its folder."""
-    return Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else folder / "checkpoints"
 
 
 class Supervisor:
@@ -95,7 +93,7 @@ class Supervisor:
         self._watches: dict[str, JobWatch] = {}
         self._demands: dict[str, Any] = {}
         self._account_due: dict[str, float] = {}
-        self._exporter = Exporter()
+        self._exporter = Exporter(state_dir / "logs" / "exporter.log")
         self._last_round = 0.0
         self._requests = store.position(f"{READER}:requests")
         self._position = self._recover()
@@ -255,6 +253,8 @@ class Supervisor:
         match report.kind:
             case "rank_said":
                 yield report.job, Said(report.incarnation, report.rank, report.message, report.pid, report.seq)
+            case "checkpoint_said":
+                yield report.job, Persisted(report.message)
             case "rank_started":
                 yield report.job, Started(report.incarnation, report.rank, report.pid)
             case "rank_exited":
@@ -431,12 +431,16 @@ class Supervisor:
             self._exported(result)
         if self._exporter.busy:
             return
+        self._exporter.keep(
+            any(job.exports or (job.progressed and job.settings.checkpoint.export and not job.over)
+                for job in self._jobs.values())
+        )  # fmt: skip
         now = self._store.clock.time()
         for record in sorted(self._jobs.values(), key=lambda record: record.submitted):
             for entry in record.exports:
                 if entry.not_before <= now:
-                    logs = Path(record.folder) / "logs"
-                    at_once = self._exporter.start(record.id, entry.step, Path(entry.path), logs)
+                    target = _export_target(record, entry.step)
+                    at_once = self._exporter.start(record.id, entry.step, entry.path, target)
                     if at_once is not None:
                         self._exported(at_once)
                     return
@@ -444,6 +448,19 @@ class Supervisor:
     def _exported(self, result: ExportResult) -> None:
         event = ExportEnded(result.step, result.path, result.reason, result.seconds)
         self._apply(self._jobs[result.job], [event], self._store.clock.time(), self._position)
+
+    def _retain_exports(self, record: JobRecord) -> None:
+        """Delete the exports whose checkpoint is gone and that no trial needs."""
+        reports = Path(record.folder) / "reports"
+        gone = retention.deletable_exports(
+            record.exported,
+            published=record.published,
+            evaluated=lambda step: (reports / step_dir_name(step) / "results.json").exists(),
+        )
+        for step in gone:
+            with contextlib.suppress(OSError):  # what cannot be deleted now is looked at again
+                published.remove_tree(_export_target(record, step))
+                del record.exported[step]
 
     def _account(self) -> None:
         """ETTR of each job, from its events and metrics alone."""
@@ -454,12 +471,18 @@ class Supervisor:
                 continue
             began = time.monotonic()
             record.accounted = record.over
+            self._retain_exports(record)
             if record.started is not None:
                 found = account(Path(record.folder), now, record.settings.workers.max)
                 record.ettr, record.ettr_losses = found.ettr, dict(found.losses)
             # A long job's files take longer to read, so they are read less often.
             self._account_due[job] = now + max(ACCOUNT_SECONDS, 50.0 * (time.monotonic() - began))
             self._store.put_job(job, record.to_store())
+
+
+def _export_target(record: JobRecord, step: int) -> Path:
+    """Beside the checkpoint; in the job's own folder where that is at a URL."""
+    return checkpoint_folder(record.settings, Path(record.folder)) / step_dir_name(step, export=True)
 
 
 def account(folder: Path, now: float, full_workers: int | None = None) -> ettr.Account:

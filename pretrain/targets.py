@@ -46,6 +46,9 @@ class Target(Protocol):
     ) -> list[int]:
         """Apply retention after a publication; the steps deleted."""
 
+    def location(self, step: int) -> str:
+        """Path or URL of a step's directory."""
+
     def incarnation_of(self, step: int) -> int | None:
         """The incarnation that published a step; None where it is not published."""
 
@@ -112,6 +115,10 @@ class FolderTarget:
         )
         return [parsed[0] for path in gone if (parsed := manifest.parse_step_dir(path.name))]
 
+    def location(self, step: int) -> str:
+        """The directory's path."""
+        return str(self.folder / manifest.step_dir_name(step))
+
     def incarnation_of(self, step: int) -> int | None:
         """The incarnation in a step's manifest."""
         folder = self.folder / manifest.step_dir_name(step)
@@ -177,7 +184,7 @@ class ObjectTarget:
             raise
         self._fs.pipe_file(self._path(LATEST), f"{name}\n".encode())
         shutil.rmtree(work, ignore_errors=True)
-        return f"{self.url}/{name}"
+        return self.location(described.step)
 
     def _send(self, source: Path, target: str, wanted: str) -> None:
         self._fs.put_file(str(source), target)
@@ -241,6 +248,10 @@ class ObjectTarget:
         if newest is not None and own.older_than(newest):
             raise FencedError(f"{self.url}: {own} may not publish: {newest} has taken over")
 
+    def location(self, step: int) -> str:
+        """The URL of its objects' common prefix."""
+        return f"{self.url}/{manifest.step_dir_name(step)}"
+
     def incarnation_of(self, step: int) -> int | None:
         """The incarnation in a step's manifest."""
         raw = self._read(manifest.step_dir_name(step), manifest.NAME)
@@ -274,6 +285,15 @@ class ObjectTarget:
             refused.append(Refusal(place, step, problems))
             published.remove_tree(place)
         return None, refused
+
+    def fetch(self, step: int, place: Path) -> None:
+        """Bring one step here as it is; whether it is whole is the caller's to see.
+
+        Raises:
+            MissingServiceError: the store itself does not answer.
+        """
+        published.remove_tree(place)
+        self._fetch(manifest.step_dir_name(step), place)
 
     def _fetch(self, name: str, place: Path) -> None:
         """Bring one step here as it is; files that cannot be had are left out, and so refused by the verification.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,11 +13,11 @@ from typing import Protocol
 from planner.alignment import Alignment, Stage
 from planner.clock import Clock, SystemClock
 from planner.events import Action
-from planner.messages import RankDone, RankNote, RankPhase, RankStep, Reform
+from planner.messages import Persisted, RankDone, RankNote, RankPhase, RankStep, Reform
 from planner.pretrain_config import Phase, PretrainConfig
 from pretrain import healing, parallel
 from pretrain.channel import AgentMessage, Channel
-from pretrain.checkpoint import Parts
+from pretrain.checkpoint import Parts, SaveFailedError
 from pretrain.collective import leave_collective
 from pretrain.guard import Decision, NonFiniteError, Verdict, decide
 from pretrain.metrics import ScalarWriter
@@ -23,7 +25,7 @@ from pretrain.optimizer import advance as set_rate
 from pretrain.order import SampleOrder
 from pretrain.parallel import Layout
 from pretrain.reform import Facts, Reformer, on_leave
-from pretrain.snapshots import Snapshots, memory_dir
+from pretrain.snapshots import Snapshots
 from pretrain.state import TrainState, step_seed
 from pretrain.step import Agreement, Machine, StepPlan, StepWork, plan
 from pretrain.validation import Validation
@@ -37,6 +39,15 @@ class Checkpoints(Protocol):
 
         With ``insist`` it is tried again until it succeeds; raises when it failed too often in a row.
         """
+
+    def settle(self) -> None:
+        """Wait until what was saved last is published; raises where it cannot be."""
+
+    def heard(self, message: Persisted) -> None:
+        """Take a word of the node's persister (in the channel's thread)."""
+
+    def hands_over(self) -> bool:
+        """Whether the next save is a snapshot that the persister publishes (the same on all ranks)."""
 
 
 class StopRequest:
@@ -109,6 +120,8 @@ class Trainer:
     snapshots: Snapshots | None = None
     """Copies of the state in host memory; None: that tier is off."""
 
+    traffic: Callable[[int], AbstractContextManager[None]] = field(default=lambda rank: contextlib.nullcontext())
+    """Held while this rank's gradients want the network, so that copies for other nodes wait."""
     reformer: Reformer | None = None
     """What takes this rank into later incarnations; None: whatever breaks a collective ends the rank."""
     on_reformed: Callable[[Layout, int], None] | None = None
@@ -142,8 +155,6 @@ class Trainer:
             NonFiniteError: the guard gives up (:mod:`pretrain.guard`).
             DismissedError: a new incarnation does without this rank.
         """
-        if self.attempt == 0:  # a rank that joined was told what is saved
-            self.saved_step = max(self.saved_step, self.state.step)
         trouble: tuple[Exception, str | None] | None = None
         while True:
             try:
@@ -164,6 +175,8 @@ class Trainer:
         """Take a message of the agent (called in the channel's thread)."""
         if message.kind == "stop":
             self.stop.ask(message.why)
+        elif isinstance(message, Persisted):
+            self.checkpoints.heard(message)
         elif self.reformer is None:
             return
         elif isinstance(message, Reform):
@@ -206,7 +219,8 @@ class Trainer:
                 part = share.foreign / len(share.micro_batches)
                 redo = work.seconds.get("redo", 0.0)
                 work.seconds["redo"] = redo + part * (self.clock.monotonic() - began)
-            work.reduce()
+            with self.traffic(self.machine.layout.rank):
+                work.reduce()
             agreement = work.agree(self.stop.why, regroup=self._wants_regroup())
         self.facts.agreements[self.attempt] = agreement
         self.share = None
@@ -255,7 +269,8 @@ class Trainer:
         self.state.consumed_samples += len(work.plan.ids)
         if self.snapshots is not None:
             self.state.incarnation = self.incarnation
-            self.snapshots.after_step(self.state)
+            if not (self._save_due(agreement) and self.checkpoints.hands_over()):  # or it is copied twice
+                self.snapshots.after_step(self.state)
         seconds = self.clock.monotonic() - self.started
         self.told = self._message(work, agreement, norm, rate, seconds)
         self.stage = Stage.VALIDATE
@@ -272,9 +287,8 @@ class Trainer:
 
     def _save_and_turn(self) -> None:
         """Save where that is due, then begin the next attempt, stop, or re-form, as was agreed."""
-        step, agreement = self.state.step, self.facts.agreements[self.attempt]
-        due = step % self.config.checkpoint.every_steps == 0 or self.retry.due(step)
-        if due and step < self.config.steps and agreement.stop is None:
+        agreement = self.facts.agreements[self.attempt]
+        if self._save_due(agreement) and self.state.step < self.config.steps and agreement.stop is None:
             self._save()
         if agreement.stop is not None:
             self.stage = Stage.LEAVE
@@ -282,6 +296,12 @@ class Trainer:
         self._next_attempt()
         if agreement.regroup and agreement.regroup == self.incarnation:
             healing.turn(self)
+
+    def _save_due(self, agreement: Agreement) -> bool:
+        """Whether the state just reached is saved, now or (the last one) on leaving."""
+        step = self.state.step
+        due = step % self.config.checkpoint.every_steps == 0 or self.retry.due(step)
+        return due or step == self.config.steps or agreement.stop is not None
 
     def _next_attempt(self) -> None:
         self.attempt += 1
@@ -293,8 +313,9 @@ class Trainer:
         why = (agreement.stop if agreement is not None else None) or "completed"
         if self.state.step > self.saved_step:
             self._save(insist=True)
+        self._settle()
         if self.snapshots is not None:
-            self.snapshots.close(completed=why == "completed", memory=memory_dir())
+            self.snapshots.close(completed=why == "completed")
         self._say_done(why)
         return why
 
@@ -352,6 +373,15 @@ class Trainer:
             self.retry = SaveRetry()
         else:
             self.retry = self.retry.after_failure(self.state.step)
+
+    def _settle(self) -> None:
+        """Leave nothing behind that is not published: what cannot be is saved anew, with all its allowance."""
+        try:
+            self.checkpoints.settle()
+        except SaveFailedError:
+            self.machine.membership.check()
+            self.facts.saved.pop(self.state.step, None)
+            self._save(insist=True)
 
     # ------------------------------------------------------------ messages
 
