@@ -161,7 +161,8 @@ class NodeMemory:
             return False
         if any(process.about["rank"] == 0 for process in self._ranks(name)):
             return True
-        return any(shard.description.persist for found in snapshot.find(folder) for shard in found.shards)
+        found = snapshot.find(folder)
+        return any(snapshot.awaited(folder, shard.description) for one in found for shard in one.shards)
 
     def _ranks(self, job: str) -> list[Watched]:
         return [one for one in self._table if one.about["kind"] == "rank" and one.about["job"] == job]

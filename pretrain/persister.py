@@ -105,7 +105,7 @@ class Persister:
         return [
             found
             for found in reversed(snapshot.find(self.folder))
-            if found.complete and found.shards[0].description.persist and _key(found) not in self.done
+            if found.complete and found.shards[0].description.persist and key_of(found) not in self.done
         ]
 
     def persist(self, found: SnapshotSet) -> None:
@@ -114,7 +114,7 @@ class Persister:
         One whose incarnation has lost its right is left alone for a while: the next one on this node takes it over
         under its own (:func:`pretrain.snapshot.relabel`), and then it is another one to this loop.
         """
-        key = _key(found)
+        key = key_of(found)
         since = self.fenced.get(key)
         if since is not None and self.clock.monotonic() - since < self.spec.fence_patience and not self.stopping:
             self.clock.sleep(self.spec.poll_seconds)
@@ -144,22 +144,27 @@ class Persister:
                 continue
             self._settle(found, path, self.clock.monotonic() - started)
             return
-        self.done.add(key)
-        self.settled(Persisted(step=found.step, published=False, reason=reason))
+        self._close(found, Persisted(step=found.step, published=False, reason=reason))
 
     def _settle(self, found: SnapshotSet, path: str, seconds: float) -> None:
         """It is published: say so to the log and to the ranks, then count what may go."""
-        self.done.add(_key(found))
         self._say("published", found.step, path=path, seconds=seconds)
-        self.settled(Persisted(step=found.step, published=True))
+        self._close(found, Persisted(step=found.step, published=True))
         if snapshot.take_drill(self.folder, found.step, FaultKind.CORRUPT_CHECKPOINT.value):
             corrupt(Path(path))
         self._retain(found.step)
 
+    def _close(self, found: SnapshotSet, word: Persisted) -> None:
+        """Nothing more is done with this snapshot; its memory may be used again."""
+        self.done.add(key_of(found))
+        self.settled(word)
+        with contextlib.suppress(OSError):
+            snapshot.settle(self.folder, found.shards[0].description)
+
     def _current(self, found: SnapshotSet) -> bool:
         """Whether memory still holds this snapshot under this right."""
         said = found.shards[0].buffer.describe()
-        return said is not None and (said.incarnation, said.step, said.created) == _key(found)
+        return said is not None and (said.incarnation, said.step, said.created) == key_of(found)
 
     def _published_before(self, found: SnapshotSet) -> str | None:
         """Where an earlier process published exactly this snapshot before it died; then ``latest`` is seen to."""
@@ -230,7 +235,7 @@ class Persister:
         )
 
 
-def _key(found: SnapshotSet) -> Key:
+def key_of(found: SnapshotSet) -> Key:
     return found.incarnation, found.step, found.shards[0].description.created
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from planner.errors import PlanariaError
-from planner.files import write_atomic
+from planner.files import write_atomic, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -176,10 +176,35 @@ def relabel(folder: Path, *, incarnation: int, token: int, at_most: int) -> None
     for found in find(folder):
         for shard in found.shards:
             said = shard.description
-            if said.step > at_most:
-                shard.buffer.invalidate()
-            elif (said.incarnation, said.token) != (incarnation, token):
-                shard.buffer.commit(replace(said, incarnation=incarnation, token=token))
+            with shard.buffer.lock(exclusive=False) as free:
+                if not free:  # it is being overwritten
+                    continue
+                if said.step > at_most:
+                    shard.buffer.invalidate()
+                elif (said.incarnation, said.token) != (incarnation, token):
+                    shard.buffer.commit(replace(said, incarnation=incarnation, token=token))
+
+
+_SETTLED = "settled"
+_SETTLED_KEPT = 8
+
+
+def settle(folder: Path, said: Description) -> None:
+    """Note that a marked snapshot is published or given up, so that its buffer may be used again (the persister)."""
+    kept = [*_read_settled(folder), [said.step, said.created]][-_SETTLED_KEPT:]
+    write_json(folder / _SETTLED, {"settled": kept}, mode=0o600)
+
+
+def _read_settled(folder: Path) -> list[list[float]]:
+    try:
+        return list(json.loads((folder / _SETTLED).read_text())["settled"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def awaited(folder: Path, said: Description) -> bool:
+    """Whether a snapshot is marked for the persister, which has not come to an end with it."""
+    return said.persist and [said.step, said.created] not in _read_settled(folder)
 
 
 # ---------------------------------------------------------------- one buffer
@@ -389,17 +414,19 @@ class SnapshotWriter:
         self._maps.clear()
 
     def _choose(self, nbytes: int) -> tuple[int, contextlib.ExitStack]:
-        """The buffer to overwrite, locked: a free one that holds nothing, else the oldest that nobody reads."""
+        """The buffer to overwrite, locked: one that holds nothing, else the oldest that nobody reads or waits for."""
         held = [(self._buffers[index].describe(), index) for index in range(BUFFERS)]
         roomy = [(said, index) for said, index in held if self._fits(index, nbytes)]
         if not roomy:
             raise SnapshotError(f"{self.folder}: no room for {nbytes / 1e6:.0f} MB of snapshot")
-        for _, index in sorted(roomy, key=lambda item: (item[0] is not None, item[0].step if item[0] else 0)):
+        for said, index in sorted(roomy, key=lambda item: (item[0] is not None, item[0].step if item[0] else 0)):
+            if said is not None and awaited(self.folder, said):
+                continue
             stack = contextlib.ExitStack()
             if stack.enter_context(self._buffers[index].lock(exclusive=True)):
                 return index, stack
             stack.close()
-        raise SnapshotError("every buffer is being read")
+        raise SnapshotError("every buffer is being read or waits to be published")
 
     def _fits(self, index: int, nbytes: int) -> bool:
         """Whether buffer ``index`` has its memory already or can get it within the bound."""

@@ -86,7 +86,7 @@ def _prepare(place: Path, zygote: Zygote) -> tuple[Path, Path]:
     memory, folder = place / "memory", place / "checkpoints"
     folder.mkdir(parents=True)
     for step in STEPS:
-        snapshots.take(memory, step).close()
+        snapshots.take(memory, step, persist=True).close()
         if step != STEPS[-1]:
             assert zygote.persist(memory, folder) == 0
     return memory, folder

@@ -45,7 +45,7 @@ class Bench:
 
     def save(self, step: int, **fields: object) -> list[str]:
         """Take a marked snapshot and persist what waits; what was said about it."""
-        snapshots.take(self.memory, step, **fields).close()
+        snapshots.take(self.memory, step, persist=True, **fields).close()
         before = len(self.said)
         for found in self.persister.waiting():
             self.persister.persist(found)
@@ -146,7 +146,7 @@ def test_retention_runs_after_publication_and_keeps_what_verifies(tmp_path: Path
 def test_a_damaged_snapshot_is_not_written(tmp_path: Path) -> None:
     """A bit that flips in memory between the copy and the save must not become a checkpoint."""
     bench = Bench(tmp_path)
-    snapshots.take(bench.memory, 1).close()
+    snapshots.take(bench.memory, 1, persist=True).close()
     (found,) = bench.persister.waiting()
     path = found.shards[0].buffer.data_path
     raw = bytearray(path.read_bytes())
@@ -164,19 +164,55 @@ def test_a_restarted_persister_does_not_publish_again(tmp_path: Path) -> None:
     before = (bench.folder / "step-00000001" / manifest.NAME).stat().st_mtime_ns
     bench.persister.done.clear()
     bench.persister.persist(bench.persister.waiting()[0])
-    assert [message.what for message in bench.said] == ["published"]
+    assert [message.what for message in bench.said] == ["published", "published"], "whoever waits for it hears it again"
     assert (bench.folder / "step-00000001" / manifest.NAME).stat().st_mtime_ns == before
     assert bench.persister.waiting() == []
 
 
 def test_an_older_incarnation_is_refused_and_not_retried(tmp_path: Path) -> None:
     """R10: fencing at publication."""
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, fence_patience=0.0)
     published.claim(bench.folder, Fence("job", 7))
     assert bench.save(1, incarnation=6) == ["refused"]
     assert "taken over" in bench.said[0].reason
     assert bench.save(2, incarnation=7) == ["published"]
     assert bench.steps == [2]
+
+
+def test_the_next_incarnation_takes_over_what_waits_to_be_published(tmp_path: Path) -> None:
+    """The right is gone with the rank that handed over; the successor goes on from that very state and publishes it."""
+    bench = Bench(tmp_path)
+    published.claim(bench.folder, Fence("job", 7))
+    assert bench.save(3, incarnation=6) == [], "no word before the successor has had time to come"
+    snapshots.take(bench.memory, 5, incarnation=6).close()
+    snapshot.relabel(bench.persister.folder, incarnation=7, token=0, at_most=3)
+    assert [found.step for found in snapshot.find(bench.persister.folder)] == [3], "what it did not go on from is gone"
+    for found in bench.persister.waiting():
+        bench.persister.persist(found)
+    assert [message.what for message in bench.said] == ["published"]
+    assert published.newest_verified(bench.folder)[0] == bench.folder / "step-00000003"
+
+
+def test_what_waits_to_be_published_is_not_overwritten(tmp_path: Path) -> None:
+    """A slow persister: both buffers wait for it, so the next snapshot is left out until one is done."""
+    bench = Bench(tmp_path)
+    for step in (1, 2):
+        snapshots.take(bench.memory, step, persist=True).close()
+    writer = snapshots.writer(bench.memory)
+    assert "waits to be published" in writer.begin(snapshots.source(3)).skipped
+    bench.persister.persist(bench.persister.waiting()[0])
+    assert not writer.begin(snapshots.source(3)).skipped
+    writer.close()
+    assert [found.step for found in snapshot.find(bench.persister.folder)] == [3, 2]
+
+
+def test_a_late_publication_does_not_move_latest_back(tmp_path: Path) -> None:
+    """Ranks that leave may publish a later step by themselves while the persister is at an earlier one."""
+    bench = Bench(tmp_path)
+    assert bench.save(2) == ["published"]
+    assert bench.save(1) == ["published"]
+    assert published.read_latest(bench.folder) == bench.folder / "step-00000002"
+    assert bench.steps == [1, 2]
 
 
 def test_the_buffer_being_saved_is_not_overwritten(tmp_path: Path) -> None:
@@ -232,7 +268,7 @@ def test_a_killed_writer_is_started_again_and_the_save_is_made_anew(tmp_path: Pa
     keeper = PersisterKeeper(spec, tmp_path / "run", said.append)
     keeper.start()
     try:
-        snapshots.take(memory, 1, rows=100_000).close()
+        snapshots.take(memory, 1, rows=100_000, persist=True).close()
         wait_until(
             lambda: (
                 keeper.poll(0.0) or (folder.is_dir() and any(one.name.startswith(".step") for one in folder.iterdir()))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from planner.errors import FencedError
 from planner.messages import RankCheckpoint
-from pretrain.persister import Persister, PersisterSpec
+from pretrain.persister import Persister, PersisterSpec, key_of
 from pretrain.published import Fence
 from pretrain.targets import ObjectTarget, open_target
 from tests.support import snapshots
@@ -87,9 +87,9 @@ def _persist(target: ObjectTarget, memory: Path, step: int, **settings: Any) -> 
     said: list[RankCheckpoint] = []
     incarnation = settings.pop("incarnation", 1)
     spec = PersisterSpec(job="job", memory_dir=str(memory), target=target.url, back_off_seconds=0.01, **settings)
-    snapshots.take(memory, step, incarnation=incarnation).close()
+    snapshots.take(memory, step, incarnation=incarnation, persist=True).close()
     persister = Persister(spec, target, said.append)
-    persister.done = {(found.incarnation, found.step) for found in persister.waiting() if found.step != step}
+    persister.done = {key_of(found) for found in persister.waiting() if found.step != step}
     for found in persister.waiting():
         persister.persist(found)
     return said
@@ -148,7 +148,7 @@ def test_what_comes_back_different_is_not_published(store: tuple[ObjectTarget, F
 def test_fencing_on_an_object_store(store: tuple[ObjectTarget, Faulty], tmp_path: Path) -> None:
     target, _ = store
     target.claim(Fence("job", 5))
-    assert [one.what for one in _persist(target, tmp_path / "m", 1, incarnation=4)] == ["refused"]
+    assert [one.what for one in _persist(target, tmp_path / "m", 1, incarnation=4, fence_patience=0.0)] == ["refused"]
     with pytest.raises(FencedError, match="has taken over"):
         target.claim(Fence("job", 4))
     assert target.steps() == []

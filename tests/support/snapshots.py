@@ -18,7 +18,7 @@ def tensors(step: int, rows: int = 8) -> dict[str, torch.Tensor]:
     return {"weight": torch.randn(rows, 4, generator=generator), "bias": torch.randn(rows, generator=generator)}
 
 
-def source(step: int, *, job: str = "job", incarnation: int = 1, persist: bool = True, rows: int = 8) -> Source:
+def source(step: int, *, job: str = "job", incarnation: int = 1, persist: bool = False, rows: int = 8) -> Source:
     """What a rank would snapshot at ``step``."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -41,12 +41,16 @@ def source(step: int, *, job: str = "job", incarnation: int = 1, persist: bool =
     )
 
 
+def writer(memory: Path, job: str = "job") -> SnapshotWriter:
+    """A writer of the one shard."""
+    return SnapshotWriter(snapshot.job_dir(memory, job), Coordinate(1, 1, 0, 0), clock=time.monotonic)
+
+
 def take(memory: Path, step: int, **fields: Any) -> SnapshotWriter:
     """Commit one snapshot and return its writer."""
-    job = fields.get("job", "job")
-    writer = SnapshotWriter(snapshot.job_dir(memory, job), Coordinate(1, 1, 0, 0), clock=time.monotonic)
-    taken = writer.begin(source(step, **fields))
+    made = writer(memory, fields.get("job", "job"))
+    taken = made.begin(source(step, **fields))
     assert not taken.skipped, taken.skipped
-    writer.finish()
-    writer.wait_committed()
-    return writer
+    made.finish()
+    made.wait_committed()
+    return made
