@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -338,12 +339,12 @@ def _bring_from_peers(
 ) -> None:
     """Once per node: where other nodes' memory holds newer state than this node and the durable tier, fetch it."""
     first = isinstance(checkpoints, HandedOverCheckpoints) and checkpoints.placement is not None
-    if first and checkpoints.placement.first and spec.peers:
+    if first and checkpoints.placement.first:
         own = [found.step for found in snapshot.find(snapshot.job_dir(memory, spec.job)) if found.complete]
         newest = max([published_step, *own])
         brought = peer.bring_newest(memory, spec.peers, job=spec.job, token=spec.token, newer_than=newest)
-        for line in brought.trouble:
-            channel.send(_told("refused", brought.step or newest, 0.0, f"peer: {line}"))
+        for line in brought.trouble:  # a keeper that died with its node is no news: into this rank's log
+            print(f"snapshots of other nodes: {line}", file=sys.stderr, flush=True)
         if brought.step is not None:
             reason = f"step {brought.step} came from the memory of {', '.join(brought.sources)}"
             channel.send(RankNote(action=Action.SNAPSHOT_FETCHED.value, reason=reason, time=time.time()))

@@ -10,6 +10,7 @@ hashed on the way in and committed only when it agrees. A node keeps at most its
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import mmap
 import os
@@ -33,6 +34,8 @@ from pretrain.snapshot import Buffer, Description, Mapping, Shard, SnapshotError
 
 FLAGS = "traffic"
 """Name of the traffic flags' file in a job's folder."""
+HERE = ("", 0)
+"""For a keeper's address: this node."""
 OWN = ""
 """For a node's name: the serving node's own snapshots."""
 _CHUNK = 1 << 20
@@ -404,7 +407,7 @@ def bring_newest(memory_dir: Path, addresses: Sequence[str], *, job: str, token:
 
     A keeper that is gone or sends damaged bytes is passed over; the next newest step is tried where none is whole.
     """
-    found: list[Offer] = []
+    found = _kept_here(memory_dir, job)
     trouble: list[str] = []
     for where in addresses:
         host, _, port = where.rpartition(":")
@@ -418,13 +421,42 @@ def bring_newest(memory_dir: Path, addresses: Sequence[str], *, job: str, token:
         sources: list[str] = []
         for offer in [one for one in found if (one.step, one.incarnation) == (step, incarnation)]:
             try:
-                if fetch(memory_dir, offer.address, job=job, node=offer.node, token=token, step=step):
-                    sources.append(f"{offer.address[0]}:{offer.address[1]}")
+                if offer.address == HERE:
+                    got = _take_kept(memory_dir, job, offer)
+                else:
+                    got = fetch(memory_dir, offer.address, job=job, node=offer.node, token=token, step=step)
             except (PlanariaError, OSError, ValueError) as error:
-                trouble.append(f"{offer.address[0]}:{offer.address[1]}, step {step}: {one_line(error)}")
+                trouble.append(f"{_name(offer)}, step {step}: {one_line(error)}")
+            else:
+                sources += [_name(offer)] if got else []
         if sources:
             return Brought(step, tuple(dict.fromkeys(sources)), tuple(trouble))
     return Brought(None, (), tuple(trouble))
+
+
+def _name(offer: Offer) -> str:
+    return f"this node (copy of {offer.node})" if offer.address == HERE else f"{offer.address[0]}:{offer.address[1]}"
+
+
+def _kept_here(memory_dir: Path, job: str) -> list[Offer]:
+    """What this node keeps for others: they may be gone, and their ranks now be here."""
+    return [
+        Offer(found.step, found.incarnation, folder.name.removeprefix("peer-"), HERE)
+        for folder in snapshot.job_dir(memory_dir, job).glob("peer-*")
+        for found in snapshot.find(folder)
+    ]
+
+
+def _take_kept(memory_dir: Path, job: str, offer: Offer) -> list[int]:
+    """Copy what is kept here for ``offer.node`` to where this node's own snapshots stand."""
+    taken = []
+    for found in snapshot.find(peer_dir(memory_dir, job, offer.node)):
+        for shard in found.shards:
+            if (found.step, found.incarnation) == (offer.step, offer.incarnation):
+                with snapshot.opened(shard) as mapping:
+                    _store(snapshot.job_dir(memory_dir, job), shard.description, io.BytesIO(mapping.view()))
+                taken.append(found.step)
+    return taken
 
 
 def drop(memory_dir: Path, job: str) -> None:

@@ -1,6 +1,6 @@
 """Any layout to any layout through every tier; failures on one rank; the export against transformers and vLLM.
 
-One pool of two rank processes serves all tests of this module, because importing Megatron is what takes the time.
+One pool of four rank processes serves all tests of this module, because importing Megatron is what takes the time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    ranks = Pool(2, tmp_path_factory.mktemp("pool"))
+    ranks = Pool(4, tmp_path_factory.mktemp("pool"))
     yield ranks
     ranks.close()
 
@@ -73,6 +73,29 @@ def test_every_layout_loads_into_every_other(pool: Pool, tmp_path: Path, dtype: 
             pool.join(*reader, model=model)
             assert pool.all("load_snapshot", memory=str(folder))[0]["state"]["step"] == 4
             assert pool.train(2) == pytest.approx(wanted, abs=allowed), f"{writer} → {reader}, snapshot"
+
+
+def test_tensor_and_pipeline_parallel_together_load_into_and_from_the_others(pool: Pool, tmp_path: Path) -> None:
+    """C10, issue 9 item 5, with four ranks: TP 2 × PP 2, and each of them with DP 2."""
+    both = (2, 2, 1)
+    others = [*LAYOUTS, (2, 1, 2), (1, 2, 2)]
+    pool.join()
+    pool.train(2)
+    wanted = pool.train(4)[2:]
+    for writer in [both, *others]:
+        folder = tmp_path / "-".join(map(str, writer))
+        pool.join(*writer)
+        pool.train(4)
+        path = pool.all("save", folder=str(folder))[0]["path"]
+        pool.all("open_snapshots", memory=str(folder))
+        pool.all("snapshot")
+        for reader in [both, *(others if writer == both else [])]:
+            pool.join(*reader)
+            assert pool.all("load", path=path)[0]["step"] == 4
+            assert pool.train(2) == pytest.approx(wanted, abs=1e-5), f"{writer} → {reader}, checkpoint"
+            pool.join(*reader)
+            assert pool.all("load_snapshot", memory=str(folder))[0]["state"]["step"] == 4
+            assert pool.train(2) == pytest.approx(wanted, abs=1e-5), f"{writer} → {reader}, snapshot"
 
 
 def test_later_saves_hold_later_state(pool: Pool, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.retention import deletable
+from planner.retention import deletable, deletable_exports
 
 STEPS = st.sets(st.integers(0, 500), max_size=30)
 
@@ -45,3 +45,14 @@ def test_nothing_goes_while_nothing_is_known_to_verify(steps: set[int], keep: in
 def test_senseless_settings_are_refused(keep: int, keep_every: int | None) -> None:
     with pytest.raises(ValueError, match=r"at least 1|positive"):
         deletable([1, 2], keep=keep, keep_every=keep_every, newest_verified=2)
+
+
+@given(st.dictionaries(st.integers(0, 50), st.booleans()), st.sets(st.integers(0, 50)), st.sets(st.integers(0, 50)))
+def test_exports_go_with_their_checkpoint_unless_a_trial_needs_them(
+    exported: dict[int, bool], published: set[int], evaluated: set[int]
+) -> None:
+    """C9: those that nobody evaluates go too; one whose evaluation was asked for only when its results are there."""
+    gone = deletable_exports(exported, published=published, evaluated=evaluated.__contains__)
+    assert gone == sorted(gone)
+    for step, wanted in exported.items():
+        assert (step in gone) == (step not in published and (step in evaluated or not wanted))

@@ -126,7 +126,7 @@ def test_a_replayed_step_keeps_the_published_one_and_replaces_a_broken_one(folde
     assert manifest.read_manifest(folder / "step-00000010").incarnation == 3
 
 
-def test_exports_outlive_their_checkpoint_until_they_are_evaluated(folder: Path) -> None:
+def test_exports_outlive_their_checkpoint(folder: Path) -> None:
     work = folder / "work"
     work.mkdir()
     (work / "data").write_bytes(b"new")
@@ -134,12 +134,7 @@ def test_exports_outlive_their_checkpoint_until_they_are_evaluated(folder: Path)
     published.commit(work, folder / "step-00000020", fence=None, described=described)
     gone = published.apply_retention(folder, keep=1, keep_every=None, newest_verified=20)
     assert [path.name for path in gone] == ["step-00000005", "step-00000010"]
-    assert (folder / "step-00000010.hf").is_dir()
-    results = folder.parent / "reports" / "step-00000010"
-    results.mkdir(parents=True)
-    (results / "results.json").write_text("{}")
-    assert published.apply_retention(folder, keep=1, keep_every=None, newest_verified=20) == []
-    assert not (folder / "step-00000010.hf").exists()
+    assert (folder / "step-00000010.hf").is_dir(), "its trial may still need it: the supervisor knows"
 
 
 def test_a_roll_back_takes_newer_checkpoints_out_of_the_count(folder: Path) -> None:
