@@ -160,6 +160,8 @@ class _Built:
         self.sharded = shards_optimizer(optim)
         self.saved_step = 0
         self.placement = None if spec.joining else self._placement(layout)
+        if self.placement is not None:
+            spec = spec.model_copy(update={"lease_token": self.placement.token})
         self.checkpoints = open_checkpoints(
             spec, Parts(model=chunk, optimizer=optim, state=fresh, config=config, vocabulary=vocabulary),
             channel, self.injector,
@@ -190,8 +192,8 @@ class _Built:
                 checkpoints.take_over(state.step)
 
         def on_reformed(layout: Layout, incarnation: int) -> None:
-            checkpoints.fence = Fence(spec.job, incarnation, spec.lease_token)
             now = self._placement(layout)
+            checkpoints.fence = Fence(spec.job, incarnation, now.token)
             snapshots.reformed(layout, checkpoints.fence, first_here=now.copies)
             kept = True
             if isinstance(checkpoints, HandedOverCheckpoints):
@@ -225,7 +227,8 @@ class _Built:
 
     def _placement(self, layout: Layout) -> Placement:
         node = f"{platform.node()} {self.spec.bind_address} {_memory(self.spec)}"
-        return find_placement(layout, node, sharded=self.sharded)
+        memory = self.spec.memory_dir is not None
+        return find_placement(layout, node, memory=memory, token=self.spec.lease_token, sharded=self.sharded)
 
 
 def _memory(spec: RankSpec) -> Path | None:
@@ -243,14 +246,14 @@ def open_checkpoints(spec: RankSpec, parts: Parts, channel: Channel, injector: I
         "injector": injector,
     }
     where = spec.config.checkpoint.dir or ""
-    if spec.memory_dir is None:
-        if "://" in where:
-            raise BadInputError(f"checkpoint.dir {where}: a URL needs an agent with host memory; name a folder")
-        return PublishedCheckpoints(**common)
-    memory = snapshot.job_dir(Path(spec.memory_dir), spec.job)
+    memory = snapshot.job_dir(Path(spec.memory_dir), spec.job) if spec.memory_dir is not None else None
     if "://" in where:
+        if spec.agent_socket is None:
+            raise BadInputError(f"checkpoint.dir {where}: a URL needs an agent with host memory; name a folder")
         common["folder"] = Path(spec.job_folder) / "fetched"
         return RemoteCheckpoints(**common, memory=memory, url=where)
+    if spec.agent_socket is None:
+        return PublishedCheckpoints(**common)
     return HandedOverCheckpoints(**common, memory=memory)
 
 

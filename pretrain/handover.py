@@ -40,6 +40,10 @@ class Place:
     tensor_rank: int
     pipeline_rank: int
     data_rank: int
+    memory: bool = True
+    """Whether its agent gives it host memory, and with it a persister."""
+    token: int = 0
+    """Fencing token of its lease."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class Placement:
     marks: bool
     """Its node's persister publishes: it is rank 0's."""
     whole: bool
-    """That node holds a shard of every part of the model; otherwise nothing can be handed over."""
+    """That node has memory and holds a shard of every part of the model; otherwise nothing can be handed over."""
+    token: int = 0
+    """Fencing token under which all ranks write: rank 0's, which claims the checkpoints."""
 
 
 def placement(places: Sequence[Place], rank: int, layout: Layout, *, sharded: bool = False) -> Placement:
@@ -81,13 +87,14 @@ def placement(places: Sequence[Place], rank: int, layout: Layout, *, sharded: bo
         copies=sharded or own.data_rank == min(replicas),
         first=rank == min(number for number, _ in same),
         marks=own.node == main.node,
-        whole=len(there) == layout.tensor * layout.pipeline * (layout.data if sharded else 1),
+        whole=main.memory and len(there) == layout.tensor * layout.pipeline * (layout.data if sharded else 1),
+        token=main.token,
     )
 
 
-def find_placement(layout: Layout, node: str, *, sharded: bool) -> Placement:
+def find_placement(layout: Layout, node: str, *, memory: bool, token: int, sharded: bool) -> Placement:
     """:func:`placement` of this rank (collective)."""
-    places = gathered(Place(node, layout.tensor_rank, layout.pipeline_rank, layout.data_rank))
+    places = gathered(Place(node, layout.tensor_rank, layout.pipeline_rank, layout.data_rank, memory, token))
     return placement(places, layout.rank, layout, sharded=sharded)
 
 
@@ -124,7 +131,12 @@ class HandedOverCheckpoints(PublishedCheckpoints):
 
     def hands_over(self) -> bool:
         """Whether the next save goes through host memory (the same on all ranks)."""
-        return self.ready and self.memory is not None and self.placement is not None and self.placement.whole
+        return self.ready and self._can
+
+    @property
+    def _can(self) -> bool:
+        """Whether there is a persister that could publish the whole model (the same on all ranks)."""
+        return self.placement is not None and self.placement.whole
 
     # ------------------------------------------------------------ saving
 
@@ -150,8 +162,9 @@ class HandedOverCheckpoints(PublishedCheckpoints):
     def _agree_on_way(self) -> bool:
         """Whether all ranks hand over; asks around until rank 0's node has heard of its persister (collective)."""
         self._listen(0.0)
-        if self.memory is None or self.placement is None or not self.placement.whole:
+        if not self._can:
             return False
+        assert self.placement is not None
         if not self.ready:
             self.ready = any(gathered(self.up and self.placement.marks))
         return self.ready
@@ -171,12 +184,11 @@ class HandedOverCheckpoints(PublishedCheckpoints):
 
     def _drill(self, step: int) -> None:
         """Fire the faults of a save; those of storage are left for the persister to suffer."""
-        assert self.memory is not None
         try:
             kinds = self.injector.fire(Phase.SAVE, step)
         except OSError:
             kinds = (FaultKind.DISK_FULL,)
-        for kind in kinds:
+        for kind in kinds if self.memory is not None else ():
             snapshot.leave_drill(self.memory, step, kind.value)
 
     def _judge_pending(self) -> None:
@@ -241,10 +253,11 @@ class HandedOverCheckpoints(PublishedCheckpoints):
         What earlier incarnations left to be published is published under this one's right; what is newer than the
         state that this incarnation goes on from belongs to a past that did not happen.
         """
-        if self.memory is None or self.placement is None:
+        if not self._can:
             return True
+        assert self.placement is not None
         with agreed("taking over the snapshots"):
-            if self.placement.first:
+            if self.placement.first and self.memory is not None:
                 snapshot.relabel(self.memory, incarnation=self.fence.incarnation, token=self.fence.token, at_most=step)
         self._listen(0.0)
         told = gathered((self.ready or (self.up and self.placement.marks), self._pending_is_safe()))

@@ -73,10 +73,10 @@ class RemoteCheckpoints(HandedOverCheckpoints):
             SaveFailedError: host memory cannot serve; on every rank.
         """
         super()._agree_on_way()
-        if self.placement is None or not self.placement.whole:
+        if not self._can:
             raise SaveFailedError(
-                f"{self.url}: no node holds every part of the model, so no persister can publish it; "
-                "name a shared folder as checkpoint.dir"
+                f"{self.url}: rank 0's node has no host memory or not every part of the model, so no persister can "
+                "publish it; name a shared folder as checkpoint.dir"
             )
         return True
 

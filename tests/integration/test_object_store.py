@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +15,10 @@ from pretrain.persister import Persister, PersisterSpec, key_of
 from pretrain.published import Fence
 from pretrain.targets import ObjectTarget, open_target
 from tests.support import snapshots
+from tests.support.object_store import Faulty, access, server
 
+__all__ = ["server"]
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
-
-
-class Faulty:
-    """Lets requests through to moto, except those that a test wants to fail or to be damaged."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-        self.refuse: Callable[[str, str], bool] = lambda method, path: False
-        self.damage: Callable[[str, str], bool] = lambda method, path: False
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        if self.refuse(method, path):
-            start_response("403 Forbidden", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>AccessDenied</Code><Message>injected</Message></Error>"]
-        body = b"".join(self._app(environ, start_response))
-        return [bytes([body[0] ^ 1]) + body[1:]] if body and self.damage(method, path) else [body]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, Faulty]]:
-    from moto.server import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import make_server
-
-    faulty = Faulty(DomainDispatcherApplication(create_backend_app))
-    serving = make_server("127.0.0.1", 0, faulty, threaded=True)
-    thread = threading.Thread(target=serving.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{serving.server_port}", faulty
-    serving.shutdown()
-    thread.join()
-    serving.server_close()
 
 
 @pytest.fixture
@@ -59,12 +28,7 @@ def store(
     import s3fs
 
     url, faulty = server
-    for name, value in {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
+    for name, value in access(url).items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
     bucket = f"bucket-{abs(hash(tmp_path))}"

@@ -138,7 +138,7 @@ def test_bfloat16_resumes_exactly_too(server: RankServer, tmp_path: Path) -> Non
 
 
 def test_epochs_follow_each_other_across_changes_of_size(server: RankServer, tmp_path: Path) -> None:
-    """A corpus of seven samples: a step of ten goes through more than one epoch, and no id comes twice."""
+    """D1, D2: a corpus of seven samples: a step of ten goes through more than one epoch, and no id comes twice."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 29)
     data = {"train": [str(text)]}
@@ -150,6 +150,11 @@ def test_epochs_follow_each_other_across_changes_of_size(server: RankServer, tmp
     assert sorted(sample for ids in drawn.values() for sample in ids)[:56] == list(range(56))
     assert len({sample for ids in drawn.values() for sample in ids}) == 60
     assert first[0].of("step")[0]["valid_loss"] is None, "a single file leaves nothing to hold out"
+    smaller = config(data=data, batch={"global": 6})  # D4: in the middle of an epoch, the position alone decides
+    other = samples(run_ranks(smaller, 1, tmp_path / "job", server=server, incarnation=3, resume=path))
+    redrawn = [sample for step in (4, 5, 6) for sample in other[step]]
+    assert len(set(redrawn)) == 18
+    assert set(drawn[4]) <= set(redrawn) <= set(drawn[4]) | set(drawn[5])
 
 
 def test_loss_starts_at_that_of_a_uniform_guess_and_falls(references: dict[str, RankRun]) -> None:

@@ -1,0 +1,73 @@
+"""A submitted job whose ``checkpoint.dir`` is an S3 URL, against a server that fails and damages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from planner.events import JobState
+from planner.manifest import verify
+from pretrain.targets import ObjectTarget, open_target
+from tests.support.cluster import Cluster, cluster
+from tests.support.object_store import Faulty, access, server
+from tests.support.ranks import tiny
+from tests.support.redis import await_that, redis_of_session, store
+
+__all__ = ["cluster", "redis_of_session", "server", "store"]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+BUCKET = "training"
+
+
+@pytest.fixture
+def bucket(server: tuple[str, Faulty], monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """A bucket, and an environment in which the cluster's processes find it."""
+    import s3fs
+
+    url, faulty = server
+    for name, value in access(url).items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem().mkdir(BUCKET)
+    yield faulty
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.timeout(300)
+def test_checkpoints_of_a_job_go_to_and_come_from_an_object_store(
+    bucket: Faulty, cluster: Cluster, tmp_path: Path
+) -> None:
+    """C2, C4, C7: a refused upload is made again, a damaged object is refused by name, and the one before is used."""
+    assert "AWS_ENDPOINT_URL" in os.environ
+    where = f"s3://{BUCKET}/runs/tiny"
+    cluster.start_agent("n1", 1, real=True)
+    settings = {"dir": where, "every_steps": 4, "export": True}
+    one = {"workers": {"min": 1, "max": 1}}
+    refusals = iter([True])
+    bucket.refuse = lambda method, path: method == "PUT" and path.endswith(".distcp") and next(refusals, False)
+    cluster.submit(tiny(**one, steps=12, checkpoint=settings), "first")
+    assert cluster.wait_state(job="first", seconds=180)["state"] == JobState.DONE
+    target = open_target(where, tmp_path / "scratch")
+    assert isinstance(target, ObjectTarget)
+    assert target.steps() == [4, 8, 12]
+    assert [event["step"] for event in cluster.events("checkpoint.published", "first")] == [4, 8, 12]
+    assert len(cluster.events("checkpoint.failed", "first")) == 1
+    await_that(lambda: len(cluster.events("export.published", "first")) == 3, 90, "the exports are there")
+    for event in cluster.events("export.published", "first"):
+        assert not verify(Path(event["path"]))
+
+    bucket.damage = lambda method, path: method == "GET" and path.endswith("step-00000012/megatron/common.pt")
+    cluster.submit(tiny(**one, steps=14, checkpoint=settings), "second")
+    assert cluster.wait_state(job="second", seconds=180)["state"] == JobState.DONE
+    (refused,) = cluster.events("checkpoint.refused", "second")
+    assert refused["step"] == 12
+    assert "megatron/common.pt" in refused["reason"]
+    (loaded,) = cluster.events("checkpoint.loaded", "second")
+    assert loaded["step"] == 8
+    first, second = cluster.kept("first"), cluster.kept("second")
+    assert sorted(second) == list(range(9, 15))
+    for step in (9, 10, 11, 12):
+        assert second[step][0] == first[step][0]
+        assert second[step][1] == pytest.approx(first[step][1], abs=2e-2), "the rate's schedule knows the longer run"
