@@ -7,6 +7,8 @@ agent that was killed takes up where it was, and nothing stays behind for want o
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import selectors
 import shutil
@@ -98,8 +100,6 @@ class NodeMemory:
         for job in self.held():
             path = self._specs / f"{job}.json"
             try:
-                import json
-
                 spec = validate(PersisterSpec, json.loads(path.read_text()), str(path))
             except (OSError, ValueError, PlanariaError):
                 continue
@@ -113,8 +113,9 @@ class NodeMemory:
         """Jobs that have something in this memory, or a persister; safe in any thread."""
         if self.folder is None:
             return set()
-        root = snapshot.job_dir(self.folder, "any").parent
-        with_memory = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
+        with_memory: set[str] = set()
+        with contextlib.suppress(OSError):  # the last job's folder takes this one along
+            with_memory = set(os.listdir(snapshot.job_dir(self.folder, "any").parent))
         return with_memory | set(self._jobs)
 
     def know(self, spec: RankSpec) -> None:
@@ -141,6 +142,8 @@ class NodeMemory:
     def sweep(self) -> None:
         """Start what is needed, take in what was said, take away what is over."""
         for name, job in list(self._jobs.items()):
+            if job.keeper is not None and job.keeper.gone and not job.over:
+                job.keeper = None  # of an earlier run of a job that was preempted and goes on
             if job.keeper is None and not job.over and self._needed(name):
                 job.keeper = PersisterKeeper(
                     job.spec,
@@ -161,8 +164,14 @@ class NodeMemory:
             return False
         if any(process.about["rank"] == 0 for process in self._ranks(name)):
             return True
-        found = snapshot.find(folder)
-        return any(snapshot.awaited(folder, shard.description) for one in found for shard in one.shards)
+        return self._awaits(name)
+
+    def _awaits(self, name: str) -> bool:
+        """Whether something of a job here waits to be published."""
+        assert self.folder is not None
+        folder = snapshot.job_dir(self.folder, name)
+        shards = [shard for found in snapshot.find(folder) for shard in found.shards]
+        return any(snapshot.awaited(folder, shard.description) for shard in shards)
 
     def _ranks(self, job: str) -> list[Watched]:
         return [one for one in self._table if one.about["kind"] == "rank" and one.about["job"] == job]
@@ -205,7 +214,7 @@ class NodeMemory:
         elif not job.over:
             job.over = True
             if job.keeper is not None:
-                job.keeper.leave(LEAVE_SECONDS)
+                job.keeper.leave(LEAVE_SECONDS if job.keeper.ready or self._awaits(name) else 0.0)
 
     def _forget(self, name: str) -> None:
         self._jobs.pop(name, None)
@@ -216,11 +225,15 @@ class NodeMemory:
 
     def close(self, seconds: float) -> None:
         """The agent leaves: persisters finish; memory goes but for what could not be published."""
-        for name, job in list(self._jobs.items()):
-            if job.watched is not None:
+        for name in self.held():
+            job = self._jobs.get(name)
+            if job is not None and job.watched is not None:
                 self._selector.unregister(job.watched)
                 job.watched = None
-            if job.keeper is None or self._finish(job.keeper, seconds):
+            waits = self._awaits(name)
+            keeper = job.keeper if job is not None else None
+            finished = keeper is None or self._finish(keeper, seconds if keeper.ready or waits else 0.0)
+            if finished or not waits:
                 self._forget(name)
         if self.folder is not None and not self.held():
             shutil.rmtree(self.folder, ignore_errors=True)
