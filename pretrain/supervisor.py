@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner import ettr, job_machine, retention
+from planner import ettr, job_machine, manifest, retention
 from planner.auth import job_token
 from planner.errors import MissingServiceError, PlanariaError, one_line
 from planner.events import Action, Event
@@ -54,7 +54,7 @@ from planner.job_events import (
 from planner.job_record import JobRecord, RankRecord
 from planner.leases import Lease
 from planner.manifest import step_dir_name
-from planner.messages import COMMANDS, RankSpec, StartRanks
+from planner.messages import COMMANDS, RankCheckpoint, RankSpec, StartRanks
 from planner.pretrain_config import PretrainConfig
 from planner.store import ClusterStore, Entry, ReportEnvelope, Request
 from pretrain import published
@@ -268,8 +268,10 @@ class Supervisor:
                 if report.job is not None:
                     yield report.job, CommandRefused(node, report.command, report.incarnation, report.reason)
             case "node_ready":
-                for job in self._jobs:
+                for job, record in self._jobs.items():
                     yield job, NodeUp(node, frozenset((i, r) for j, i, r in report.ranks if j == job))
+                    for event in _unheard(record):
+                        yield job, event
             case "node_left":
                 for job in self._jobs:
                     yield job, NodeUp(node, frozenset())
@@ -478,6 +480,20 @@ class Supervisor:
             # A long job's files take longer to read, so they are read less often.
             self._account_due[job] = now + max(ACCOUNT_SECONDS, 50.0 * (time.monotonic() - began))
             self._store.put_job(job, record.to_store())
+
+
+def _unheard(record: JobRecord) -> Iterable[Persisted]:
+    """Checkpoints of a job that are published and that nobody told of: the agent died with its persister's words."""
+    if record.over or not record.incarnation:
+        return
+    for step, path in published.published(checkpoint_folder(record.settings, Path(record.folder))):
+        if step not in record.published:
+            try:
+                said = manifest.read_manifest(path)
+            except PlanariaError:
+                continue
+            if said.job == record.id:
+                yield Persisted(RankCheckpoint(what="published", step=step, path=str(path), time=said.created))
 
 
 def _export_target(record: JobRecord, step: int) -> Path:
