@@ -19,7 +19,7 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -252,6 +252,7 @@ class Mapping:
 
     def __init__(self, path: Path, nbytes: int, *, writable: bool) -> None:
         self.nbytes = nbytes
+        self._pinned = False
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if writable else os.O_RDONLY | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
         try:
@@ -286,6 +287,15 @@ class Mapping:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(self._map, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.offset)
         return flat.reshape(entry.local_shape)
+
+    def pin(self) -> None:
+        """Let a GPU write into this memory without a detour (once: a rank's buffers keep their size for its life)."""
+        import torch
+
+        if not self._pinned and self.nbytes:
+            address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)))
+            self._pinned = True
 
     def hash(self) -> str:
         """xxh3-128 of all bytes."""
@@ -369,7 +379,8 @@ class SnapshotWriter:
             taken.skipped = str(error)
         else:
             copied: Future[float] = Future()
-            committed = self._pool.submit(self._copy, index, lock, source, tensors, nbytes, copied)
+            moment = _moment(tensor for _, tensor in tensors)
+            committed = self._pool.submit(self._copy, index, lock, source, tensors, nbytes, copied, moment)
             self._flight = _Flight(taken, copied, committed)
         taken.begin_seconds = self.clock() - started
         self.taken = [*self.taken[-99:], taken]
@@ -446,6 +457,7 @@ class SnapshotWriter:
         tensors: list[tuple[TensorEntry, torch.Tensor]],
         nbytes: int,
         copied: Future[float],
+        moment: Any,
     ) -> None:
         import torch
 
@@ -453,11 +465,11 @@ class SnapshotWriter:
             started = self.clock()
             try:
                 mapping = self._mapping(index, nbytes)
-                with torch.no_grad():
+                with torch.no_grad(), _side_stream(moment) as beside:
+                    if beside:
+                        mapping.pin()
                     for entry, tensor in tensors:
-                        mapping.tensor(entry).copy_(tensor)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
+                        mapping.tensor(entry).copy_(tensor, non_blocking=beside)
             except BaseException as error:
                 copied.set_exception(SnapshotError(f"snapshot of step {source.step}: {error}"))
                 raise
@@ -473,6 +485,30 @@ class SnapshotWriter:
             mapping = Mapping(self._buffers[index].data_path, nbytes, writable=True)
             self._maps[index] = mapping
         return mapping
+
+
+def _moment(tensors: Iterable[torch.Tensor]) -> Any:
+    """On a GPU: the point of the present stream after which the tensors hold what is to be copied; else None."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return None
+    import torch
+
+    return torch.cuda.current_stream().record_event()
+
+
+@contextlib.contextmanager
+def _side_stream(moment: Any) -> Iterator[bool]:
+    """Copy on a stream of its own beside the next forward pass, and wait for its end; False where there is no GPU."""
+    if moment is None:
+        yield False
+        return
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_event(moment)
+    with torch.cuda.stream(stream):
+        yield True
+    stream.synchronize()
 
 
 @dataclass(frozen=True)

@@ -376,6 +376,8 @@ class Trainer:
 
     def _settle(self) -> None:
         """Leave nothing behind that is not published: what cannot be is saved anew, with all its allowance."""
+        if self.phase != "save":
+            self.enter("save")
         try:
             self.checkpoints.settle()
         except SaveFailedError:
