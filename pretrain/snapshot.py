@@ -617,8 +617,10 @@ def find(folder: Path) -> list[SnapshotSet]:
         buffer = Buffer(folder, stem, int(index))
         said = buffer.describe()
         if said is not None:
-            key = (said.step, said.incarnation, said.coordinate.layout)
-            groups.setdefault(key, {})[said.coordinate] = Shard(buffer, said)
+            group = groups.setdefault((said.step, said.incarnation, said.coordinate.layout), {})
+            other = group.get(said.coordinate)
+            if other is None or other.description.created <= said.created:  # of two of one step the later counts
+                group[said.coordinate] = Shard(buffer, said)
     return [
         SnapshotSet(step, incarnation, tuple(group.values()))
         for (step, incarnation, _), group in sorted(groups.items(), key=lambda item: item[0], reverse=True)

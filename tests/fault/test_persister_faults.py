@@ -206,6 +206,16 @@ def test_what_waits_to_be_published_is_not_overwritten(tmp_path: Path) -> None:
     assert [found.step for found in snapshot.find(bench.persister.folder)] == [3, 2]
 
 
+def test_of_two_snapshots_of_one_step_the_one_handed_over_last_is_published(tmp_path: Path) -> None:
+    """A rank that is told to leave after a step that it has just copied hands the same step over."""
+    bench = Bench(tmp_path)
+    snapshots.take(bench.memory, 1).close()
+    snapshots.take(bench.memory, 2).close()
+    assert bench.save(2) == ["published"], "in the first buffer"
+    snapshots.take(bench.memory, 3).close()
+    assert bench.save(3) == ["published"], "in the second"
+
+
 def test_a_late_publication_does_not_move_latest_back(tmp_path: Path) -> None:
     """Ranks that leave may publish a later step by themselves while the persister is at an earlier one."""
     bench = Bench(tmp_path)
