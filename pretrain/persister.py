@@ -32,6 +32,7 @@ from planner.errors import BadInputError, FencedError, one_line
 from planner.messages import Persisted, RankCheckpoint
 from planner.pretrain_config import FaultKind
 from pretrain import published, snapshot
+from pretrain.agent_processes import die_with_parent
 from pretrain.faults import corrupt
 from pretrain.published import Fence
 from pretrain.snapshot import SnapshotError, SnapshotSet
@@ -62,7 +63,7 @@ class PersisterSpec(BaseModel):
     fence_patience: float = 60.0
     """Seconds that a snapshot whose incarnation has lost its right may wait for the next one to take it over."""
     parent: int | None = None
-    """Process id to leave with; None: stay until told."""
+    """Process that it dies with (its own parent); None: stay until told."""
 
 
 @dataclass
@@ -94,8 +95,6 @@ class Persister:
             for found in waiting:
                 self.persist(found)
             if leaving and not self.waiting():
-                return
-            if self.spec.parent is not None and os.getppid() != self.spec.parent:
                 return
             if not waiting:
                 self.clock.sleep(self.spec.poll_seconds)
@@ -268,6 +267,8 @@ def main(path: str) -> None:
     from pretrain import device
 
     spec = read_spec(Path(path))
+    if spec.parent is not None:
+        die_with_parent(spec.parent)  # a kill is harmless at any point; two persisters of one job would only disturb
     device.prepare("cpu")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
