@@ -188,8 +188,9 @@ class HandedOverCheckpoints(PublishedCheckpoints):
             kinds = self.injector.fire(Phase.SAVE, step)
         except OSError:
             kinds = (FaultKind.DISK_FULL,)
-        for kind in kinds if self.memory is not None else ():
-            snapshot.leave_drill(self.memory, step, kind.value)
+        if self.memory is not None:
+            for kind in kinds:
+                snapshot.leave_drill(self.memory, step, kind.value)
 
     def _judge_pending(self) -> None:
         """What became of the checkpoint before: published ends a row of failures, given up is one (collective).
