@@ -158,7 +158,7 @@ class Persister:
         self.done.add(key_of(found))
         self.settled(word)
         with contextlib.suppress(OSError):
-            snapshot.settle(self.folder, found.shards[0].description)
+            snapshot.settle(self.folder, found)
 
     def _current(self, found: SnapshotSet) -> bool:
         """Whether memory still holds this snapshot under this right."""

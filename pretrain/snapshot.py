@@ -189,13 +189,13 @@ _SETTLED = "settled"
 _SETTLED_KEPT = 8
 
 
-def settle(folder: Path, said: Description) -> None:
-    """Note that a marked snapshot is published or given up, so that its buffer may be used again (the persister)."""
-    kept = [*_read_settled(folder), [said.step, said.created]][-_SETTLED_KEPT:]
-    write_json(folder / _SETTLED, {"settled": kept}, mode=0o600)
+def settle(folder: Path, found: SnapshotSet) -> None:
+    """Note that a marked snapshot is published or given up, so that its buffers may be used again (the persister)."""
+    kept = [*_read_settled(folder), [[found.step, shard.description.created] for shard in found.shards]]
+    write_json(folder / _SETTLED, {"settled": kept[-_SETTLED_KEPT:]}, mode=0o600)
 
 
-def _read_settled(folder: Path) -> list[list[float]]:
+def _read_settled(folder: Path) -> list[list[list[float]]]:
     try:
         return list(json.loads((folder / _SETTLED).read_text())["settled"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -203,8 +203,8 @@ def _read_settled(folder: Path) -> list[list[float]]:
 
 
 def awaited(folder: Path, said: Description) -> bool:
-    """Whether a snapshot is marked for the persister, which has not come to an end with it."""
-    return said.persist and [said.step, said.created] not in _read_settled(folder)
+    """Whether a shard is marked for the persister, which has not come to an end with it."""
+    return said.persist and not any([said.step, said.created] in shards for shards in _read_settled(folder))
 
 
 # ---------------------------------------------------------------- one buffer

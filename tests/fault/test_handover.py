@@ -116,7 +116,7 @@ class Bench:
         self.checkpoints.heard(Persisted(step=step, published=published, reason="" if published else "no such bucket"))
         for found in snapshot.find(self.checkpoints.memory or Path()):
             if found.step == step:
-                snapshot.settle(self.checkpoints.memory or Path(), found.shards[0].description)
+                snapshot.settle(self.checkpoints.memory or Path(), found)
 
 
 def test_only_given_up_checkpoints_in_a_row_are_an_error(tmp_path: Path) -> None:
