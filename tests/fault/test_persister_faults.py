@@ -206,6 +206,23 @@ def test_what_waits_to_be_published_is_not_overwritten(tmp_path: Path) -> None:
     assert [found.step for found in snapshot.find(bench.persister.folder)] == [3, 2]
 
 
+def test_every_shard_of_a_published_snapshot_may_be_overwritten(tmp_path: Path) -> None:
+    """Tensor-parallel ranks copy at moments of their own; what is published is so for all of them."""
+    bench = Bench(tmp_path)
+    writers = [snapshots.writer(bench.memory, shard=shard, shards=2) for shard in (0, 1)]
+    for step in range(1, 6):
+        for shard, one in enumerate(writers):
+            taken = one.begin(snapshots.source(step, persist=True, part=(shard, 2)))
+            assert not taken.skipped, taken.skipped
+            one.wait_committed()
+        (found,) = bench.persister.waiting()
+        bench.persister.persist(found)
+        assert bench.said[-1].what in ("published", "deleted")
+        assert step in bench.steps
+    for one in writers:
+        one.close()
+
+
 def test_of_two_snapshots_of_one_step_the_one_handed_over_last_is_published(tmp_path: Path) -> None:
     """A rank that is told to leave after a step that it has just copied hands the same step over."""
     bench = Bench(tmp_path)

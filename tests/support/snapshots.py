@@ -18,12 +18,20 @@ def tensors(step: int, rows: int = 8) -> dict[str, torch.Tensor]:
     return {"weight": torch.randn(rows, 4, generator=generator), "bias": torch.randn(rows, generator=generator)}
 
 
-def source(step: int, *, job: str = "job", incarnation: int = 1, persist: bool = False, rows: int = 8) -> Source:
-    """What a rank would snapshot at ``step``."""
+def source(
+    step: int,
+    *,
+    job: str = "job",
+    incarnation: int = 1,
+    persist: bool = False,
+    rows: int = 8,
+    part: tuple[int, int] = (0, 1),
+) -> Source:
+    """What a rank would snapshot at ``step``; ``part`` is (shard, shards), cut along the first axis."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     sharded: list[Any] = [
-        ShardedTensor.from_rank_offsets(name, value, replica_id=(0, 0, 0))
+        ShardedTensor.from_rank_offsets(name, value, (0, *part), replica_id=(0, 0, 0))
         for name, value in tensors(step, rows).items()
     ]
     return Source(
@@ -41,9 +49,9 @@ def source(step: int, *, job: str = "job", incarnation: int = 1, persist: bool =
     )
 
 
-def writer(memory: Path, job: str = "job") -> SnapshotWriter:
-    """A writer of the one shard."""
-    return SnapshotWriter(snapshot.job_dir(memory, job), Coordinate(1, 1, 0, 0), clock=time.monotonic)
+def writer(memory: Path, job: str = "job", shard: int = 0, shards: int = 1) -> SnapshotWriter:
+    """A writer of one shard (of several: tensor-parallel ranks)."""
+    return SnapshotWriter(snapshot.job_dir(memory, job), Coordinate(shards, 1, shard, 0), clock=time.monotonic)
 
 
 def take(memory: Path, step: int, **fields: Any) -> SnapshotWriter:
