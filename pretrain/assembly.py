@@ -326,6 +326,7 @@ def _from_memory(
     began = time.monotonic()
     if memory is not None:
         _bring_from_peers(spec, checkpoints, memory, _step_of(resume), channel)
+    dist.barrier()  # all see what one of them fetched
     recovered = recovery.from_snapshots(checkpoints.parts, folder, newer_than=max(0, _step_of(resume) - 1))
     if dist.get_rank() == 0:
         for one in recovered.refused:
@@ -341,8 +342,8 @@ def _bring_from_peers(
     spec: RankSpec, checkpoints: PublishedCheckpoints, memory: Path, published_step: int, channel: Channel
 ) -> None:
     """Once per node: where other nodes' memory holds newer state than this node and the durable tier, fetch it."""
-    first = isinstance(checkpoints, HandedOverCheckpoints) and checkpoints.placement is not None
-    if first and checkpoints.placement.first:
+    place = checkpoints.placement if isinstance(checkpoints, HandedOverCheckpoints) else None
+    if place is not None and place.first:
         own = [found.step for found in snapshot.find(snapshot.job_dir(memory, spec.job)) if found.complete]
         newest = max([published_step, *own])
         brought = peer.bring_newest(memory, spec.peers, job=spec.job, token=spec.token, newer_than=newest)
@@ -351,7 +352,6 @@ def _bring_from_peers(
         if brought.step is not None:
             reason = f"step {brought.step} came from the memory of {', '.join(brought.sources)}"
             channel.send(RankNote(action=Action.SNAPSHOT_FETCHED.value, reason=reason, time=time.time()))
-    dist.barrier()
 
 
 def _told(what: Literal["refused", "loaded"], step: int, seconds: float, reason: str) -> RankCheckpoint:

@@ -224,7 +224,7 @@ class Persister:
     ) -> None:
         self.tell(
             RankCheckpoint(
-                what=what,  # type: ignore[arg-type]
+                what=what,
                 step=step,
                 path=path,
                 seconds=seconds,

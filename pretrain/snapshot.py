@@ -294,7 +294,8 @@ class Mapping:
 
         if not self._pinned and self.nbytes:
             address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)))
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, self.nbytes, 0)))
             self._pinned = True
 
     def hash(self) -> str:
@@ -504,7 +505,7 @@ def _side_stream(moment: Any) -> Iterator[bool]:
         return
     import torch
 
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_event(moment)
     with torch.cuda.stream(stream):
         yield True

@@ -109,7 +109,7 @@ class Snapshots:
     ) -> None:
         self.tell(
             RankCheckpoint(
-                what=what,  # type: ignore[arg-type]
+                what=what,
                 step=step,
                 reason=reason,
                 seconds=seconds,
