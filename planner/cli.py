@@ -407,9 +407,12 @@ def simulate(
 def diagnose(
     log_files: Annotated[list[Path], typer.Argument(metavar="LOG...")],
     json_: Json = False,
+    one_job: Annotated[
+        bool, typer.Option("--one-job", help="The files are one job's logs: one verdict, clocks aligned.")
+    ] = False,
 ) -> None:
     """From a wall of log lines to the root cause, the node and the action."""
-    _call("pretrain.diagnosis.command:diagnose_command", paths=log_files, json_output=json_)
+    _call("pretrain.diagnosis.command:diagnose_command", paths=log_files, json_output=json_, one_job=one_job)
 
 
 @app.command()

@@ -36,6 +36,7 @@ CRASHES_UNTIL_REBUILT = 3
 LOOPS = (
     ("allocator", "planner.service:Allocator"),
     ("supervisor", "pretrain.supervisor:Supervisor"),
+    ("node checks", "pretrain.nodechecks:NodeChecks"),
     ("scheduler", "evalsched.scheduler:EvaluationScheduler"),
 )
 

@@ -50,6 +50,8 @@ class State:
     starts: int = 0
     """Starts of all ranks."""
     last_cause: str = ""
+    roots: tuple[str, ...] = ()
+    """Roots of class STOP seen since the last progress: one that comes back ends the job."""
 
     def to_json(self) -> dict[str, Any]:
         """For the job's record, so that a new coordinator goes on counting where the old one stopped."""
@@ -59,13 +61,16 @@ class State:
             "restarts": dict(self.restarts),
             "starts": self.starts,
             "last_cause": self.last_cause,
+            "roots": list(self.roots),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> State:
         """The inverse of :meth:`to_json`; missing keys take their defaults."""
         known = {key: value[key] for key in ("best_step", "retries", "starts", "last_cause") if key in value}
-        return cls(**known, restarts=MappingProxyType(dict(value.get("restarts", {}))))
+        return cls(
+            **known, roots=tuple(value.get("roots", ())), restarts=MappingProxyType(dict(value.get("restarts", {})))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,10 @@ class FaultSeen:
     severity: Severity
     cause: str
     """Name of the row and what was seen."""
+    root: str = ""
+    """Name of the row: a class of failure."""
+    final: bool = False
+    """Nothing can change by itself (bad input): a STOP at the first sight."""
     node: str
     process_alive: bool
     """Whether the faulty process still runs and could take part in a retry."""
@@ -125,7 +134,11 @@ def decide(state: State, event: Event, limits: Limits = Limits()) -> Decision:
         return _restart_all(replace(state, last_cause=event.cause), limits, f"healing in place failed: {event.cause}")
     state = replace(state, last_cause=event.cause)
     if event.severity == Severity.STOP:
-        return Decision(Cure.GIVE_UP, f"STOP: restarting cannot help: {event.cause}", state)
+        if event.final or event.root in state.roots:
+            why = "" if event.final else ", for the second time without a step of progress"
+            return Decision(Cure.GIVE_UP, f"STOP: restarting cannot help: {event.cause}{why}", state)
+        # One sight proves little: bad data may be another rank's next time, a file may come late.
+        state = replace(state, roots=(*state.roots, event.root))
     if event.severity == Severity.SEV3 and event.process_alive and event.can_heal and state.retries < limits.retries:
         spent = replace(state, retries=state.retries + 1)
         return Decision(Cure.RETRY, f"SEV3: retry {spent.retries} of {limits.retries} in place: {event.cause}", spent)
@@ -148,7 +161,13 @@ def _restart_or_isolate(state: State, event: FaultSeen, limits: Limits) -> Decis
     if is_node_fault or (count > limits.restarts and event.other_nodes):
         why = "SEV1" if is_node_fault else f"SEV1 after {limits.restarts} restarts without progress"
         return Decision(Cure.ISOLATE, f"{why}: isolate {event.node}: {event.cause}", spent)
-    label = "SEV2" if event.severity == Severity.SEV2 else "SEV2 (a retry is not possible or did not help)"
+    label = (
+        "SEV2"
+        if event.severity == Severity.SEV2
+        else "STOP if it comes back before a step of progress, now SEV2"
+        if (event.severity == Severity.STOP)
+        else "SEV2 (a retry is not possible or did not help)"
+    )
     if event.can_heal:
         return Decision(Cure.RESTART, f"{label}: restart on {event.node}, survivors go on: {event.cause}", spent)
     return _restart_all(spent, limits, f"{label}: no survivor holds the state: {event.cause}")

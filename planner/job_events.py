@@ -9,6 +9,8 @@ from typing import Any
 from planner.detection import Finding
 from planner.events import Event
 from planner.leases import Lease
+from planner.loss_watch import Spike
+from planner.messages import LogVerdict
 
 # ---------------------------------------------------------------- what happens
 
@@ -30,7 +32,11 @@ class StoreAt:
     host: str
     port: int
     resume: str | None = None
-    """Newest published checkpoint, looked up by the shell."""
+    """Newest sound published checkpoint, looked up by the shell."""
+    resume_step: int = 0
+    """Its step; 0: the seed."""
+    skip_to: int = 0
+    """After a roll-back the sample position at the end of the bad stretch, as far as the shell can tell."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class Exited:
     signal: int | None
     asked: bool
     tail: str
+    verdict: LogVerdict | None = None
+    """What its log says."""
 
     @property
     def code(self) -> int | None:
@@ -111,6 +119,13 @@ class Stuck:
 
 
 @dataclass(frozen=True)
+class Spiked:
+    """The loss left its band and stays outside."""
+
+    spike: Spike
+
+
+@dataclass(frozen=True)
 class ExportEnded:
     """A subprocess that exports a checkpoint ended."""
 
@@ -137,6 +152,7 @@ JobEvent = (
     | NodeUp
     | Asked
     | Stuck
+    | Spiked
     | ExportEnded
     | Tick
 )

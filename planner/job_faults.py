@@ -9,9 +9,10 @@ incarnation starts from the newest state. ``fault.recovered`` comes with the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from planner import escalation, job_healing, severity
+from planner import escalation, job_healing, job_rollback, severity
 from planner.detection import Finding, Kind
 from planner.errors import ExitCode, one_line
 from planner.events import Action, JobState
@@ -43,7 +44,8 @@ def exited(turn: Turn, rank: RankRecord, event: Exited) -> None:
     """A rank is gone and had not said that it was done."""
     kind = _SIGNALS.get(event.signal or 0, f"signal {event.signal}") if event.signal else "exit"
     tail = event.tail.strip().splitlines()
-    seen = _seen(turn, rank, Method.PROCESS_SUPERVISION, exit_code=event.code, message=tail[-1][:500] if tail else "")
+    seen = _seen(turn, rank, Method.PROCESS_SUPERVISION, exit_code=event.code, message=tail[-1][:500] if tail else "",
+                 verdict=event.verdict)  # fmt: skip
     _note(turn, kind, seen)
 
 
@@ -52,7 +54,7 @@ def exception(turn: Turn, rank: RankRecord, message: Any) -> None:
     rank.doomed = True
     seen = _seen(
         turn, rank, Method.EXCEPTION_PROPAGATION, exception_type=message.type, message=message.message[:1000],
-        collective=message.collective, step=message.step,
+        collective=message.collective, step=message.step, verdict=message.verdict,
     )  # fmt: skip
     _note(turn, "exception", seen)
 
@@ -63,7 +65,7 @@ def left(turn: Turn, rank: RankRecord, message: Any) -> None:
     kind, reason = (message.type, message.message) if message.own else ("ConnectionError", "made to leave by a peer")
     seen = _seen(
         turn, rank, Method.EXCEPTION_PROPAGATION, exception_type=kind, message=reason[:1000],
-        collective=collective, step=message.step + 1,
+        collective=collective, step=message.step + 1, verdict=message.verdict if message.own else None,
     )  # fmt: skip
     _note(turn, "exception", seen)
 
@@ -110,7 +112,7 @@ def rank_left(turn: Turn, rank: RankRecord, message: Any) -> None:
     kind, place = (message.type, message.collective) if message.own else ("ConnectionError", "unknown")
     seen = _seen(
         turn, rank, Method.EXCEPTION_PROPAGATION, exception_type=kind, message=message.message[:1000],
-        collective=place, step=message.step + 1,
+        collective=place, step=message.step + 1, verdict=message.verdict if message.own else None,
     )  # fmt: skip
     if message.own or turn.job.stage != "leaving":
         _note(turn, "exception", seen)
@@ -187,7 +189,7 @@ def _note(turn: Turn, kind: str, seen: Seen) -> None:
 
 def _is_echo(seen: Seen) -> bool:
     """Whether this may be only what a peer notices of another rank's end: a broken connection or a time-out."""
-    found = severity.classify(_detection(seen))
+    found = _classified(seen)
     broken = ("connection_error", "network_error", "nccl_timeout", "nccl_remote_error")
     return found.cascade or (seen.method == Method.EXCEPTION_PROPAGATION and found.name in broken)
 
@@ -259,6 +261,24 @@ def _detection(seen: Seen) -> severity.Detection:
     )
 
 
+def _classified(seen: Seen) -> severity.Classification:
+    """The row of what was seen; a verdict on its log decides where it is trusted and names more than an echo."""
+    told = seen.verdict
+    trusted = told is not None and told.confidence >= severity.TRUSTED and told.root not in severity.ECHOES
+    found = severity.classify(_detection(seen), told.root if told is not None and trusted else None)
+    if not trusted or told is None or found.name != told.root:
+        return found
+    return replace(found, reason=f"{told.root}: {told.evidence or seen.message}"[:300])
+
+
+def _told_verdict(seen: Seen) -> dict[str, Any]:
+    """What the log says, for the event: below the trusted confidence it only informs."""
+    if seen.verdict is None:
+        return {}
+    return {"diagnosis": seen.verdict.root, "confidence": round(seen.verdict.confidence, 3),
+            "evidence": seen.verdict.evidence[:300]}  # fmt: skip
+
+
 def root_seen(turn: Turn) -> Seen | None:
     """What was seen of the root of the fault at hand."""
     fault = turn.job.fault
@@ -270,19 +290,24 @@ def judge(turn: Turn, *, process_alive: bool, can_heal: bool) -> escalation.Cure
     job = turn.job
     fault = job.fault
     assert fault is not None
+    if job_rollback.plan_if_not_finite(turn):
+        return escalation.Cure.GIVE_UP if job.given_up else escalation.Cure.RESTART_ALL
     root, verdict, seen = _root(fault)
     if fault.injected is None:
         fault.rank, fault.step = seen.origin, seen.step
-    judged = Severity.STOP if _hopeless(fault) else verdict.severity
+    final = _hopeless(fault)
+    judged = Severity.STOP if final else verdict.severity
     fault.severity, fault.cause = judged.value, verdict.name
     fault.reason = one_line(verdict.reason)
     turn.tell(
         Action.SEVERITY_DECIDED, reason=fault.reason, severity=judged.value, cause=verdict.name,
-        rank=seen.origin, node=root.node, step=seen.step,
+        rank=seen.origin, node=root.node, step=seen.step, **_told_verdict(seen),
     )  # fmt: skip
     state = escalation.State.from_json(job.escalation)
     event = escalation.FaultSeen(
         severity=judged,
+        root=verdict.name,
+        final=final,
         cause=f"{verdict.name} ({fault.reason})",
         node=seen.node,
         process_alive=process_alive,
@@ -307,7 +332,12 @@ def cure(turn: Turn, end: Ending) -> None:
     job = turn.job
     fault = job.fault
     assert fault is not None
-    settled = (escalation.Cure.ISOLATE.value, escalation.Cure.RESTART_ALL.value, escalation.Cure.GIVE_UP.value)
+    settled = (
+        job_rollback.CURE,
+        escalation.Cure.ISOLATE.value,
+        escalation.Cure.RESTART_ALL.value,
+        escalation.Cure.GIVE_UP.value,
+    )
     if fault.cure not in settled:
         judge(turn, process_alive=False, can_heal=False)
     if job.given_up:
@@ -326,7 +356,7 @@ def _hopeless(fault: FaultRecord) -> bool:
 
 def _root(fault: FaultRecord) -> tuple[severity.Detection, severity.Classification, Seen]:
     pairs = [(_detection(seen), seen) for seen in fault.seen]
-    detection, verdict = severity.root_cause([(detection, severity.classify(detection)) for detection, _ in pairs])
+    detection, verdict = severity.root_cause([(detection, _classified(seen)) for detection, seen in pairs])
     seen = next(seen for candidate, seen in pairs if candidate == detection)
     return detection, verdict, seen
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from planner import escalation, job_faults, job_healing, job_progress
+from planner import escalation, job_faults, job_healing, job_progress, job_rollback
 from planner.events import Action, JobState
 from planner.job_events import (
     Asked,
@@ -25,6 +25,7 @@ from planner.job_events import (
     Release,
     Said,
     Send,
+    Spiked,
     Started,
     StartSpecs,
     StoreAt,
@@ -76,6 +77,7 @@ def _take(turn: Turn, event: JobEvent) -> None:
             if event.incarnation == job.incarnation and job.stage == "store":
                 turn.stage("starting")
                 job.store_host, job.store_port = event.host, event.port
+                job_rollback.resumed(turn, event.resume_step, event.skip_to)
                 turn.do(StartSpecs(event.host, event.port, event.resume))
             elif event.node == job.store_node:
                 job.store_host, job.store_port = event.host, event.port
@@ -95,6 +97,8 @@ def _take(turn: Turn, event: JobEvent) -> None:
             _on_asked(turn, event)
         case Stuck():
             job_faults.stuck(turn, event.finding)
+        case Spiked():
+            job_rollback.spiked(turn, event.spike)
         case ExportEnded():
             _on_export(turn, event)
         case Tick():

@@ -117,8 +117,10 @@ def _complete(turn: Turn, step: int, part: StepRecord) -> None:
     else:
         job.progressed = True
         turn.tell(Action.STEP_COMPLETED, time=part.time, step=step, seconds=part.seconds, workers=part.workers)
-        job_faults.recovered(turn, step, part.time)
-        if job.stage in ("running", "reforming"):
+        # Ranks that end or leave because of a fault may still say that the step before it is complete: that is no
+        # recovery, and must not close the fault that is just being dealt with.
+        if job.stage in ("running", "reforming") and job.settle_until is None:
+            job_faults.recovered(turn, step, part.time)
             turn.move(JobState.RUNNING, "")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from planner.events import TERMINAL, JobState
+from planner.messages import LogVerdict
 from planner.pretrain_config import PretrainConfig
 
 
@@ -79,6 +80,8 @@ class Seen(Record):
     exception_type: str | None = None
     message: str = ""
     collective: str | None = None
+    verdict: LogVerdict | None = None
+    """What the rank's log or traceback says."""
 
 
 class FaultRecord(Record):
@@ -111,6 +114,27 @@ class FaultRecord(Record):
             "cause": self.cause,
             "cure": self.cure,
         }
+
+
+class RollBack(Record):
+    """The run went back to an earlier healthy checkpoint and leaves out the data of a bad stretch."""
+
+    incarnation: int
+    """The first incarnation after it; state that earlier ones made beyond ``at_most`` is void."""
+    at_most: int
+    """Newest step whose checkpoint may be healthy."""
+    older: int = 0
+    """Go back by so many checkpoints more: a spike that came again."""
+    beyond: int
+    """Last step of the bad stretch: the samples up to it are left out."""
+    count: int = 1
+    """Roll-backs of this stretch so far."""
+    skip_to: int = 0
+    """Sample position at which the run goes on; known once the checkpoint is chosen."""
+    resumed: int = 0
+    """Step of the checkpoint that was chosen."""
+    anchor: tuple[int, int] = (0, 0)
+    """Step and sample position at which the run went on after the roll-back before this one."""
 
 
 class StepRecord(Record):
@@ -202,6 +226,8 @@ class JobRecord(Record):
     exported: dict[int, bool] = {}
     """Step of each export that is there → whether its evaluation was asked for."""
     fault: FaultRecord | None = None
+    roll_back: RollBack | None = None
+    """The last roll-back."""
     given_up: str = ""
     """Why the job is to end as failed when its ranks are gone; empty: it is not."""
     history: list[FaultRecord] = []

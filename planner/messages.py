@@ -61,6 +61,10 @@ class RankSpec(Message):
     """Published checkpoint to start from; None: from the seed."""
     exact_resume: bool = False
     """Start from ``resume`` itself although host memory may hold a newer snapshot (a roll-back)."""
+    state_since: int = 0
+    """State that is newer than ``resume`` and made by an earlier incarnation than this is void (a roll-back)."""
+    skip_to: int = 0
+    """State of an earlier incarnation than ``state_since`` leaves out the samples from its own position to this one."""
     joining: bool = False
     """Prepare, say phase ``ready`` and wait for the ``reform`` that takes it in; ``rank`` is a name until then."""
     fired_faults: list[int] = []
@@ -126,6 +130,17 @@ class RankStep(Message):
     """Seconds of this step by phase (data, forward_backward, reduce, optimizer, snapshot, other)."""
 
 
+class LogVerdict(BaseModel):
+    """What a rank's log (or the traceback it sent) says is the cause, by the rules of diagnosis."""
+
+    model_config = ConfigDict(extra="ignore")
+    root: str
+    """A class of :data:`planner.severity.TABLE`."""
+    confidence: float = Field(ge=0, le=1)
+    evidence: str = ""
+    """The line that shows it."""
+
+
 class RankException(Message):
     """The rank is about to leave because of an exception; sent before the process is gone."""
 
@@ -138,6 +153,8 @@ class RankException(Message):
     step: int
     phase: str
     time: float
+    verdict: LogVerdict | None = None
+    """Filled in by the supervisor from the traceback."""
 
 
 class RankFault(Message):
@@ -201,6 +218,8 @@ class RankLeft(Message):
     message: str
     collective: str | None = None
     time: float
+    verdict: LogVerdict | None = None
+    """Filled in by the supervisor."""
 
 
 class RankReformed(Message):
@@ -394,6 +413,26 @@ class Unstage(Message):
     digest: str
 
 
+class ProbeNode(Message):
+    """One step of a node check (:mod:`planner.node_check`); answered by ``node_probed`` where it has an answer."""
+
+    kind: Literal["probe_node"] = "probe_node"
+    check: str
+    """Id of the check."""
+    op: Literal["start", "listen", "gather", "end"]
+    """Start a probe and time a matrix product; listen for a group; all-gather with it; end the probe."""
+    group: str = ""
+    """Name of the group within the check."""
+    rank: int = 0
+    """This node's rank in the group; rank 0 has listened."""
+    size: int = 0
+    host: str = ""
+    port: int = 0
+    """Where rank 0 of the group listens."""
+    seconds: float = 10.0
+    """Longest wait for the answer."""
+
+
 class Leave(Message):
     """End everything on this node and exit (``planaria down``)."""
 
@@ -401,7 +440,17 @@ class Leave(Message):
 
 
 Command = Annotated[
-    StartStore | StopStore | StartRanks | StopRanks | TellRanks | StartWorker | StopWorker | Stage | Unstage | Leave,
+    StartStore
+    | StopStore
+    | StartRanks
+    | StopRanks
+    | TellRanks
+    | StartWorker
+    | StopWorker
+    | Stage
+    | Unstage
+    | ProbeNode
+    | Leave,
     Field(discriminator="kind"),
 ]
 COMMANDS: TypeAdapter[Any] = TypeAdapter(Command)
@@ -453,6 +502,18 @@ class CommandFailed(Report):
     incarnation: int | None = None
     worker: str | None = None
     reason: str
+
+
+class NodeProbed(Report):
+    """The answer to one ``probe_node``."""
+
+    kind: Literal["node_probed"] = "node_probed"
+    check: str
+    op: Literal["start", "listen", "gather"]
+    group: str = ""
+    value: float | None
+    """Seconds of the product or the all-gather, or the port; None where it failed."""
+    error: str = ""
 
 
 class MessageRefused(Report):
@@ -511,6 +572,8 @@ class RankExited(Report):
     """True where the agent ended it on a command or because its lease was lost."""
     tail: str
     """Last lines of its log."""
+    verdict: LogVerdict | None = None
+    """What its log says, where it ended by itself and the log says something."""
     leftovers: list[int] = []
     """Descendants that would not die (their slot stays blocked on this node)."""
 
@@ -558,6 +621,7 @@ AgentReport = Annotated[
     | NodeLeft
     | StoreReady
     | CommandFailed
+    | NodeProbed
     | MessageRefused
     | RankStarted
     | RankSaid

@@ -241,6 +241,11 @@ class HealthLimits(Settings):
     """Time between SIGTERM and SIGKILL, for an emergency checkpoint."""
     incarnations_without_progress: Positive = 3
     """Starts without one completed step, after which the job is failed."""
+    on_loss_spike: Literal["roll_back", "tell"] = "roll_back"
+    """What to do when the loss leaves its band and stays: back to an earlier checkpoint without that data, or only an
+    event."""
+    roll_backs: Positive = 3
+    """Roll-backs for one bad stretch, each further back than the last one; after them the job is failed."""
     on_bad_gradient: Literal["retry_step", "skip_batch", "roll_back"] = "skip_batch"
     """What to do when the gradient or loss is Inf or NaN; never silently on."""
 

@@ -125,7 +125,9 @@ class Allocator:
         state = self._health[facts.name]
         why = "" if state is NodeState.ALIVE else str(state)
         if cordoned is not None:
-            why = {"drain": "drained", "cordon": "cordoned"}.get(cordoned, cordoned)
+            why = {"drain": "drained", "cordon": "cordoned", "check": "cordoned until it passes a node check"}.get(
+                cordoned, cordoned
+            )
         return NodeView(
             name=facts.name,
             slots=facts.slots,

@@ -186,6 +186,11 @@ class Classification:
     """True where this is only the echo of a failure on another rank."""
 
 
+TRUSTED = 0.7
+"""Confidence from which a verdict on a log decides about severity; below it the verdict only informs."""
+ECHOES = frozenset({"connection_error", "nccl_timeout", "nccl_remote_error", "task_hang", "unknown", "none"})
+"""Roots of a single rank's log that say no more than that a peer is gone: what was detected decides."""
+
 _MESSAGES: tuple[tuple[str, str], ...] = (
     ("ecc_error", r"\bECC\b|uncorrectable memory error|\bXid\b.*\b(48|63|64|94|95)\b"),
     ("nvlink_error", r"\bNVLink\b|\bXid\b.*\b74\b"),

@@ -150,7 +150,7 @@ def _print_status(document: Mapping[str, Any], events: Sequence[Event]) -> None:
 
 
 def _node_state(row: Mapping[str, Any]) -> str:
-    mode = {"drain": "drained", "cordon": "cordoned"}.get(row["cordoned"] or "")
+    mode = {"drain": "drained", "cordon": "cordoned", "check": "cordoned"}.get(row["cordoned"] or "")
     return f"{row['state']}, {mode}" if mode else str(row["state"])
 
 

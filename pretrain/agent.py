@@ -35,10 +35,12 @@ from planner.messages import (
     CommandFailed,
     LeaseLost,
     Leave,
+    LogVerdict,
     MessageRefused,
     NodeLeft,
     NodeReady,
     Persisted,
+    ProbeNode,
     RankDone,
     RankExited,
     RankHello,
@@ -56,6 +58,7 @@ from planner.messages import (
     WorkerExited,
 )
 from planner.store import ClusterStore, NodeFacts
+from pretrain.agent_check import NodeProbe
 from pretrain.agent_devices import Devices, find_devices
 from pretrain.agent_memory import NodeMemory, PeerTier, find_memory, find_peers
 from pretrain.agent_processes import Exit, ProcessTable, Watched, become_subreaper
@@ -134,6 +137,8 @@ class Agent:
         if self.memory.folder is not None:
             secret = store.secret
             self.peers = PeerTier(self.memory.folder, self.node, settings.address, lambda job: job_token(secret, job))
+        probed = "cuda-0" if self.devices.kind == "cuda" else "cpu-0"
+        self._check = NodeProbe(probed, self.report, self._now, self.table.tolerate)
         self.work = AgentWork(
             store, settings, self.devices, self.table, self.channel, self.report, self.memory, self.peers
         )
@@ -150,12 +155,13 @@ class Agent:
             self.peers.start()
         after = self.store.end_of(f"commands:{self.node}")
         self._adopt_and_register()
-        for target in (lambda: self._read_commands(after), self._beat):
+        for target in (lambda: self._read_commands(after), self._beat, _learn_to_diagnose):
             threading.Thread(target=target, daemon=True).start()
         try:
             self._serve()
         finally:
             self._stop.set()
+            self._check.close()
             self._end_everything()
             self.work.end_nursery()
             self.memory.close(PERSISTER_GRACE)
@@ -394,6 +400,8 @@ class Agent:
             self.work.start_worker(command)
         elif isinstance(command, StopWorker):
             self.work.stop_worker(command)
+        elif isinstance(command, ProbeNode):
+            self._check.take(command)
         elif isinstance(command, Leave):
             self.leave()
         else:
@@ -419,7 +427,8 @@ class Agent:
         if about["kind"] == "rank":
             self.work.forget_spec(about)
             where = {key: about[key] for key in ("job", "incarnation", "rank")}
-            self.report(RankExited(**common, **where, leftovers=end.leftovers))
+            verdict = _verdict(end)
+            self.report(RankExited(**common, **where, leftovers=end.leftovers, verdict=verdict))
         elif about["kind"] == "worker":
             self.report(WorkerExited(**common, worker=about["worker"]))
         elif about["kind"] == "store" and not process.asked:
@@ -488,6 +497,19 @@ def _job_of(command: Any) -> str | None:
 
 def _incarnation_of(command: Any) -> int | None:
     return command.specs[0].incarnation if isinstance(command, StartRanks) and command.specs else None
+
+
+def _learn_to_diagnose() -> None:
+    from pretrain.diagnosis.verdicts import warm_up
+
+    warm_up()
+
+
+def _verdict(end: Exit) -> LogVerdict | None:
+    """What the log of a rank that ended by itself says is the cause."""
+    from pretrain.diagnosis.verdicts import of_log
+
+    return None if end.process.asked or not (end.exit_code or end.signal) else of_log(end.process.log)
 
 
 def _log(action: str, **details: object) -> None:

@@ -26,6 +26,7 @@ from pretrain import (
     optimizer,
     parallel,
     peer,
+    published,
     recovery,
     regroup,
     snapshot,
@@ -293,14 +294,16 @@ def _load(spec: RankSpec, built: _Built, channel: Channel, digest: str) -> Train
     checkpoints = built.checkpoints
     checkpoints.claim()
     resume = checkpoints.find(spec.resume)
+    _drop_void(spec, checkpoints.folder, resume, channel)
     state = None if spec.exact_resume else _from_memory(spec, checkpoints, resume, channel)
     built.saved_step = _step_of(resume)
     if state is None and resume is None:
-        return checkpoints.parts.state
-    if state is None:
+        state = checkpoints.parts.state
+    elif state is None:
         assert resume is not None
         state = checkpoints.resume(resume)
         built.saved_step = state.step
+    _skip(spec, state, built.order, channel)
     if state.data_digest != digest:
         if spec.rank == 0:
             reason = (
@@ -310,6 +313,28 @@ def _load(spec: RankSpec, built: _Built, channel: Channel, digest: str) -> Train
             channel.send(RankNote(action=Action.CHECKPOINT_LOADED.value, reason=reason, time=time.time()))
         state.data_digest = digest
     return state
+
+
+def _drop_void(spec: RankSpec, folder: Path, resume: Path | None, channel: Channel) -> None:
+    """After a roll-back: no checkpoint of the bad stretch stays (rank 0; the folder is claimed)."""
+    if spec.rank != 0 or not spec.exact_resume:
+        return
+    for step, path in published.drop_void(folder, _step_of(resume), spec.state_since):
+        reason = "a roll-back made it void"
+        channel.send(RankCheckpoint(what="deleted", step=step, path=str(path), reason=reason, time=time.time()))
+
+
+def _skip(spec: RankSpec, state: TrainState, order: SampleOrder, channel: Channel) -> None:
+    """Leave out the samples of the bad stretch, once: state of later incarnations has left them out already."""
+    if state.incarnation >= spec.state_since or state.consumed_samples >= spec.skip_to:
+        return
+    ids = [order.at(position) for position in range(state.consumed_samples, spec.skip_to)]
+    state.skipped.extend(ids)
+    state.consumed_samples = spec.skip_to
+    if spec.rank == 0:
+        details = {"step": state.step, "ids": sorted(ids), "verdict": "rolled back"}
+        reason = f"a roll-back leaves out {len(ids)} samples after step {state.step}"
+        channel.send(RankNote(action=Action.SAMPLES_SKIPPED.value, reason=reason, details=details, time=time.time()))
 
 
 def _step_of(resume: Path | None) -> int:
@@ -327,7 +352,8 @@ def _from_memory(
     if memory is not None:
         _bring_from_peers(spec, checkpoints, memory, _step_of(resume), channel)
     dist.barrier()  # all see what one of them fetched
-    recovered = recovery.from_snapshots(checkpoints.parts, folder, newer_than=max(0, _step_of(resume) - 1))
+    newer_than = max(0, _step_of(resume) - 1)
+    recovered = recovery.from_snapshots(checkpoints.parts, folder, newer_than=newer_than, since=spec.state_since)
     if dist.get_rank() == 0:
         for one in recovered.refused:
             channel.send(

@@ -1,6 +1,6 @@
 """``planaria nodecheck``: the two-round check with real processes; the policy is :mod:`planner.node_check`.
 
-One probe per slot of this host. (On a cluster each agent runs it for its node before the node takes work again.)
+On a cluster one probe per node, asked by the coordinator (:mod:`pretrain.nodechecks`); else one per slot of this host.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.errors import ExitCode
+from planner.cluster import connect
+from planner.errors import ExitCode, MissingServiceError, PlanariaError, WorkFailedError
 from planner.node_check import CheckVerdict, GroupResult, NodeResult, first_round, judge, second_round
 
 START_SECONDS = 60.0
+CLUSTER_SECONDS = 180.0
+"""Longest wait for a check of the cluster."""
 GATHER_SECONDS = 2.0
 
 ProbeCommand = Callable[[str], Sequence[str]]
@@ -34,7 +38,7 @@ def local_probe(node: str) -> list[str]:
 
 
 @dataclass
-class _Running:
+class ProbeProcess:
     """A probe process; ``alive`` turns False for good at the first missed answer."""
 
     name: str
@@ -88,7 +92,7 @@ class LocalCheck:
     def __init__(self, names: Sequence[str], command: ProbeCommand = local_probe) -> None:
         self._command = command
         self._names = list(names)
-        self._probes: dict[str, _Running] = {}
+        self._probes: dict[str, ProbeProcess] = {}
         self._store: subprocess.Popen[bytes] | None = None
         self._address = ("127.0.0.1", 0)
         self._round = 0
@@ -108,7 +112,7 @@ class LocalCheck:
                 list(self._command(name)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 start_new_session=True, env=environment,
             )  # fmt: skip
-            self._probes[name] = _Running(name, process)
+            self._probes[name] = ProbeProcess(name, process)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,10 +169,56 @@ def to_json(verdict: CheckVerdict, seconds: float) -> dict[str, Any]:
 
 
 def nodecheck_command(json_output: bool, state_dir: Path | None, url: str | None) -> int:
-    """Check this host's slots against each other; exit 1 when something is wrong with one of them."""
+    """Check the cluster's nodes; without a cluster of two nodes this host's slots against each other.
+
+    Exit 1 when something is wrong with one of them.
+    """
+    document = _check_cluster(state_dir, url) or _check_host()
+    if json_output:
+        print(json.dumps(document, indent=2))
+    else:
+        for item in document["nodes"]:
+            print(f"{item['node']:12} {item['state']:8} {item['reason']}")
+        for link in document["bad_links"]:
+            print(f"bad link between {link[0]} and {link[1]}")
+        print(f"{'all good' if document['healthy'] else 'something is wrong'} ({document['seconds']:.1f} s)")
+    return int(ExitCode.DONE if document["healthy"] else ExitCode.FAILED)
+
+
+def _check_cluster(state_dir: Path | None, url: str | None) -> dict[str, Any] | None:
+    """The coordinator's check of all live nodes; None where there is no cluster or it has but one node.
+
+    Raises:
+        MissingServiceError: a cluster was named and does not answer, or no coordinator takes the request.
+    """
+    named = url is not None or state_dir is not None
+    try:
+        store, _ = connect(url, state_dir)
+    except PlanariaError:
+        if named:
+            raise
+        return None
+    try:
+        if len(store.nodes()) < 2:
+            return None
+        check = f"asked-{uuid.uuid4().hex[:12]}"
+        store.send_request("nodecheck", check=check, nodes=None)
+        deadline = time.monotonic() + CLUSTER_SECONDS
+        while time.monotonic() < deadline:
+            document = store.document(f"nodecheck:{check}")
+            if document is not None and "error" in document:
+                raise WorkFailedError(f"node check: {document['error']}")
+            if document is not None:
+                return document
+            time.sleep(0.1)
+    finally:
+        store.close()
+    raise MissingServiceError(f"node check: no answer within {CLUSTER_SECONDS:.0f} s; is a coordinator running?")
+
+
+def _check_host() -> dict[str, Any]:
     from pretrain.agent_devices import DEFAULT_CPU_SLOTS, count_gpus
 
-    del state_dir, url
     gpus = count_gpus()
     names = (
         [f"cuda-{index}" for index in range(gpus)]
@@ -178,13 +228,4 @@ def nodecheck_command(json_output: bool, state_dir: Path | None, url: str | None
     started = time.monotonic()
     with LocalCheck(names) as check:
         verdict = check.run()
-    document = to_json(verdict, time.monotonic() - started)
-    if json_output:
-        print(json.dumps(document, indent=2))
-    else:
-        for item in document["nodes"]:
-            print(f"{item['node']:12} {item['state']:8} {item['reason']}")
-        for link in document["bad_links"]:
-            print(f"bad link between {link[0]} and {link[1]}")
-        print(f"{'all good' if verdict.healthy else 'something is wrong'} ({document['seconds']:.1f} s)")
-    return int(ExitCode.DONE if verdict.healthy else ExitCode.FAILED)
+    return to_json(verdict, time.monotonic() - started)

@@ -1,8 +1,9 @@
 """One node's side of the node check: a process that times a matrix product and all-gathers on request.
 
 Requests and answers are JSON lines on standard input and output: ``{"op": "compute"}`` answers
-``{"compute_seconds": s}``; ``{"op": "gather", "group": name, "rank": r, "size": n, "store": [host, port],
-"timeout": s}`` answers ``{"gather_seconds": s or null, "error": text}``. The process ends with its input.
+``{"compute_seconds": s}``; ``{"op": "listen", "group": name}`` answers ``{"port": p}``; ``{"op": "gather", "group":
+name, "rank": r, "size": n, "store": [host, port], "timeout": s}`` answers ``{"gather_seconds": s or null, "error":
+text}`` (a rank that listened uses its own store). The process ends with its input.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Probe:
         torch.set_num_threads(1)
         self.torch = torch
         self.device = device
+        self._stores: dict[str, Any] = {}
+        """Stores that this node serves, by group."""
 
     def compute(self) -> float:
         """Seconds of processor time (device: wall time) of the fastest of ``REPEATS`` runs of some matrix products."""
@@ -53,7 +56,10 @@ class Probe:
         torch, distributed = self.torch, self.torch.distributed
         wait = timedelta(seconds=float(request["timeout"]))
         host, port = request["store"]
-        store = distributed.TCPStore(host, int(port), is_master=False, timeout=wait)
+        store = self._stores.get(str(request["group"]))
+        if store is None:
+            store = distributed.TCPStore(host, int(port), is_master=False, timeout=wait)
+        store.set_timeout(wait)
         store = distributed.PrefixStore(str(request["group"]), store)
         # A group object of its own, not the process-wide default one: a failed start leaves nothing behind.
         cuda = self.device.startswith("cuda")
@@ -71,10 +77,19 @@ class Probe:
             best = min(best, time.perf_counter() - started)
         return best
 
+    def listen(self, group: str) -> int:
+        """Serve a group's rendezvous store on a free port."""
+        distributed = self.torch.distributed
+        store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._stores = {group: store}  # one group at a time: the last one's store may go
+        return int(store.port)
+
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request; a failed all-gather is an answer too."""
         if request["op"] == "compute":
             return {"compute_seconds": self.compute()}
+        if request["op"] == "listen":
+            return {"port": self.listen(str(request["group"]))}
         try:
             return {"gather_seconds": self.gather(request), "error": ""}
         except (RuntimeError, OSError) as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 from planner import manifest, retention
 from planner.errors import BadInputError, FencedError
 from planner.files import fsync_dir, write_atomic, write_json
+from planner.job_record import RollBack
 
 LATEST = "latest"
 FENCE = ".fence"
@@ -163,6 +164,61 @@ def claim(folder: Path, own: Fence) -> None:
             check_fence(folder, own)
         if own != newest:
             write_json(folder / FENCE, {"job": own.job, "incarnation": own.incarnation, "token": own.token})
+
+
+# ---------------------------------------------------------------- after a roll-back
+
+
+def newest_sound(folder: Path, back: RollBack | None) -> Path | None:
+    """The checkpoint to go on from: the newest, or after a roll-back the newest that holds nothing of the bad stretch.
+
+    The first incarnation after it goes ``back.older`` checkpoints further back, as far as there are any.
+    """
+    found = published(folder)
+    if back is None:
+        return found[-1][1] if found else None
+    later = [path for _, path in found if manifest.read_manifest(path).incarnation >= back.incarnation]
+    if later:
+        return later[-1]
+    before = [path for step, path in found if step <= back.at_most]
+    return before[max(0, len(before) - 1 - back.older)] if before else None
+
+
+def from_before(resume: str | None, back: RollBack) -> bool:
+    """Whether a checkpoint (None: the seed) was made before the roll-back."""
+    return resume is None or manifest.read_manifest(Path(resume)).incarnation < back.incarnation
+
+
+def end_of_stretch(folder: Path, back: RollBack, batch: int) -> int:
+    """The sample position after step ``back.beyond`` of the run that is given up.
+
+    Each step draws one global batch, so the position follows from any earlier one of that run: those of its
+    checkpoints, which are still there, and the one at which it went on after an earlier roll-back. Batches that the
+    guard left out later make the stretch end a little further; their samples may be drawn again.
+    """
+    known = [(0, 0), back.anchor]
+    for step, path in published(folder):
+        if step <= back.beyond:
+            known.append((step, manifest.read_manifest(path).consumed_samples))
+    return max(consumed + (back.beyond - step) * batch for step, consumed in known)
+
+
+def drop_void(folder: Path, keep: int, since: int) -> list[tuple[int, Path]]:
+    """Delete checkpoints newer than step ``keep`` that incarnations before ``since`` made; returns them.
+
+    The run takes other data from there on, so the same step will be another state. The caller has claimed the folder.
+    """
+    void = [(step, path) for step, path in published(folder)
+            if step > keep and manifest.read_manifest(path).incarnation < since]  # fmt: skip
+    with locked(folder):
+        for _, path in void:
+            remove_tree(path)
+        left = published(folder)
+        if void and left:
+            move_latest(folder, left[-1][1].name)
+        elif void:
+            (folder / LATEST).unlink(missing_ok=True)
+    return void
 
 
 # ---------------------------------------------------------------- making and removing directories

@@ -153,17 +153,17 @@ def recover(
     return try_all(order(candidates, at_most=at_most), attempt, start_over)
 
 
-def from_snapshots(parts: Parts, snapshots: Path | None, *, newer_than: int) -> Recovered:
+def from_snapshots(parts: Parts, snapshots: Path | None, *, newer_than: int, since: int = 0) -> Recovered:
     """Load the newest snapshot that is newer than what the durable tier has (collective); none may be chosen.
 
     A snapshot that fails in the middle leaves the live objects half-filled; the caller then loads another state
-    over them, or builds them anew where there is none.
+    over them, or builds them anew where there is none. ``since``: incarnations before it made nothing that counts.
     """
     found: dict[tuple[int, int], snapshot.SnapshotSet] = {}
     if snapshots is not None:
         found = {(one.step, one.incarnation): one for one in snapshot.find(snapshots) if _serves(one, parts)}
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [key for key in found if key[0] > newer_than])
+    dist.all_gather_object(gathered, [key for key in found if key[0] > newer_than and key[1] >= since])
     candidates = [
         Candidate(Tier.SNAPSHOT, step, incarnation, "host memory") for step, incarnation in common_steps(gathered)
     ]

@@ -15,6 +15,7 @@ they do once.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -42,6 +43,7 @@ from planner.job_events import (
     Release,
     Said,
     Send,
+    Spiked,
     Started,
     StartJoiners,
     StartSpecs,
@@ -53,13 +55,16 @@ from planner.job_events import (
 )
 from planner.job_record import JobRecord, RankRecord
 from planner.leases import Lease
+from planner.loss_watch import LossWatch, Spike
 from planner.manifest import step_dir_name
 from planner.messages import COMMANDS, RankCheckpoint, RankSpec, StartRanks
 from planner.pretrain_config import PretrainConfig
 from planner.store import ClusterStore, Entry, ReportEnvelope, Request
 from pretrain import published
+from pretrain.diagnosis.verdicts import examined, warm_up
 from pretrain.exports import Exporter, ExportResult
 from pretrain.job_folder import JobFolder, checkpoint_folder, finite
+from pretrain.nodechecks import MARK
 from pretrain.watch import JobWatch
 
 READER = "supervisor"
@@ -91,9 +96,13 @@ class Supervisor:
         self._jobs: dict[str, JobRecord] = {}
         self._leases: dict[str, tuple[Lease, ...]] = {}
         self._watches: dict[str, JobWatch] = {}
+        self._losses: dict[str, LossWatch] = {}
+        self._spikes: dict[str, Spike] = {}
+        """Spikes found in the lines just written, for the next round."""
         self._demands: dict[str, Any] = {}
         self._account_due: dict[str, float] = {}
         self._exporter = Exporter(state_dir / "logs" / "exporter.log")
+        threading.Thread(target=warm_up, name="rules", daemon=True).start()
         self._last_round = 0.0
         self._requests = store.position(f"{READER}:requests")
         self._position = self._recover()
@@ -154,9 +163,11 @@ class Supervisor:
             if record.over:
                 self._settle_over(record, mine, now, cursor)
                 continue
-            stuck = self._watch(job).observe(record, mine, now)
+            stuck: list[JobEvent] = [Stuck(found) for found in self._watch(job).observe(record, mine, now)]
+            if (spike := self._spikes.pop(job, None)) is not None:
+                stuck.append(Spiked(spike))
             held = Holding(self._leases.get(job, ()), waiting.get(record.holder, ""))
-            self._apply(record, [*mine, *map(Stuck, stuck), held, Tick()], now, cursor)
+            self._apply(record, [*mine, *stuck, held, Tick()], now, cursor)
         self._position = cursor
 
     def _settle_over(self, record: JobRecord, events: list[JobEvent], now: float, cursor: str) -> None:
@@ -252,7 +263,10 @@ class Supervisor:
         report, node = envelope.report, envelope.node
         match report.kind:
             case "rank_said":
-                yield report.job, Said(report.incarnation, report.rank, report.message, report.pid, report.seq)
+                yield (
+                    report.job,
+                    Said(report.incarnation, report.rank, examined(report.message), report.pid, report.seq),
+                )
             case "checkpoint_said":
                 yield report.job, Persisted(report.message)
             case "rank_started":
@@ -260,7 +274,15 @@ class Supervisor:
             case "rank_exited":
                 yield (
                     report.job,
-                    Exited(report.incarnation, report.rank, report.exit_code, report.signal, report.asked, report.tail),
+                    Exited(
+                        report.incarnation,
+                        report.rank,
+                        report.exit_code,
+                        report.signal,
+                        report.asked,
+                        report.tail,
+                        report.verdict,
+                    ),
                 )
             case "store_ready":
                 yield report.job, self._store_at(node, report)
@@ -280,11 +302,16 @@ class Supervisor:
 
     def _store_at(self, node: str, report: Any) -> StoreAt:
         record = self._jobs.get(report.job)
-        resume = None
+        resume, skip_to = None, 0
         if record is not None:
-            found = published.published(checkpoint_folder(record.settings, Path(record.folder)))
-            resume = str(found[-1][1]) if found else None
-        return StoreAt(report.incarnation, node, report.host, report.port, resume)
+            folder = checkpoint_folder(record.settings, Path(record.folder))
+            chosen = published.newest_sound(folder, record.roll_back)
+            resume = str(chosen) if chosen is not None else None
+            if record.roll_back is not None:
+                skip_to = published.end_of_stretch(folder, record.roll_back, record.settings.batch.global_)
+        named = manifest.parse_step_dir(Path(resume).name) if resume is not None else None
+        step = named[0] if named else 0
+        return StoreAt(report.incarnation, node, report.host, report.port, resume, step, skip_to)
 
     # ------------------------------------------------------------------ decisions to deeds
 
@@ -322,6 +349,7 @@ class Supervisor:
     def _commit(self, record: JobRecord, actions: Sequence[JobAction], cursor: str) -> None:
         folder = JobFolder(Path(record.folder))
         told = [action.event for action in actions if isinstance(action, Tell)]
+        self._watch_losses(record, [a.line for a in actions if isinstance(a, Write) and a.file == "metrics.jsonl"])
         for file in ("samples.jsonl", "metrics.jsonl"):
             folder.append(file, [finite(a.line) for a in actions if isinstance(a, Write) and a.file == file])
         folder.append("events.jsonl", [finite(event.to_json()) for event in told])
@@ -333,6 +361,21 @@ class Supervisor:
         self._send_outbox(record)
         for action in actions:
             self._carry_out(record, action)
+
+    def _watch_losses(self, record: JobRecord, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Look for a spike in the steps about to be written."""
+        if not lines:
+            return
+        watch = self._losses.get(record.id)
+        if watch is None:
+            watch = self._losses[record.id] = LossWatch()
+            path = Path(record.folder) / "metrics.jsonl"
+            known = read_json_lines(path) if path.exists() else []
+            watch.replay((line["step"], line["loss"], line.get("grad_norm")) for line in known)
+        for line in lines:
+            spike = watch.feed(line["step"], line["loss"], line["grad_norm"])
+            if spike is not None:
+                self._spikes[record.id] = spike
 
     def _to_send(self, record: JobRecord, action: JobAction) -> list[dict[str, Any]]:
         if isinstance(action, Send):
@@ -375,6 +418,7 @@ class Supervisor:
         resume: str | None = None,
         joining: bool = False,
     ) -> RankSpec:
+        back = None if joining else record.roll_back
         return RankSpec(
             job=record.id,
             incarnation=record.incarnation,
@@ -389,6 +433,9 @@ class Supervisor:
             job_folder=record.folder,
             config=record.settings,
             resume=resume,
+            exact_resume=back is not None and published.from_before(resume, back),
+            state_since=back.incarnation if back else 0,
+            skip_to=back.skip_to if back else 0,
             fired_faults=record.fired,
             joining=joining,
         )
@@ -407,7 +454,8 @@ class Supervisor:
                 if action.leases is None or lease.id in action.leases:
                     self._store.release(lease, reason=f"given back by {record.holder}")
         elif isinstance(action, Cordon):
-            self._store.cordon(action.node, "cordon")
+            if action.node not in self._store.cordoned():
+                self._store.cordon(action.node, MARK)
             self._store.tell(Action.NODE_CORDONED, node=action.node, reason=action.reason, job=record.id)
             for lease in self._leases.get(record.id, ()):
                 if lease.node == action.node:

@@ -181,9 +181,9 @@ class KindCache:
             return self._by_shape[key] or self._of_words(text, within, after_frame)
         return found
 
-    def known(self, shape: bytes) -> Kind | None:
-        """The kind of lines of this shape if it was judged before and does not depend on digits."""
-        return self._by_shape.get((without_addresses(shape), "", False))
+    def known(self, shape: bytes, after_frame: bool) -> Kind | None:
+        """The kind of lines of this shape (after a frame, or not) if it was judged before and digits do not matter."""
+        return self._by_shape.get((without_addresses(shape), "", after_frame))
 
     def _of_words(self, text: str, within: str, after_frame: bool) -> Kind:
         key = (_VARIABLE.sub("#", text), within, after_frame)

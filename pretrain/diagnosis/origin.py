@@ -24,7 +24,7 @@ _NODE = (
     re.compile(
         r"\b[Nn]ode " + _HOST + r" (?:status is now|is not ready|has become|is unreachable|not responding|is down|went)"
     ),
-    re.compile(r"\bNodes? " + _HOST + r" (?:\([^)]*\) )?(?:not responding|is down|requested)"),
+    re.compile(r"\bNodes? " + _HOST + r" (?:\([^)]*\) )?(?:not responding|is down|requested|unexpectedly)"),
     re.compile(
         r"\b(?:node|contact with) (?P<host>[A-Za-z][A-Za-z0-9.-]*\d[A-Za-z0-9.-]*) (?:\([^)]*\) )?"
         r"(?:is down|requested|lost)"

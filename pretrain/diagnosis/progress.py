@@ -28,6 +28,7 @@ BAND = 8.0
 """Deviations (scaled median absolute) that a loss may be off the window's median."""
 LEAST_RISE = 0.25
 """Relative rise over the median below which nothing is a spike, however quiet the window was."""
+TIMES = 256
 RENEW = 16
 LASTING = 3
 """Progress lines in a row outside the band that make a spike a lasting one."""
@@ -108,6 +109,8 @@ class Course:
     """
 
     count: int = 0
+    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=TIMES))
+    """Step and time of the last progress lines, to compare clocks."""
     last: Progress | None = None
     not_finite: Progress | None = None
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -127,6 +130,8 @@ class Course:
             self._judge(progress, progress.loss)
         if fresh:
             self.count += 1
+            if progress.time is not None:
+                self.times.append((progress.step, progress.time))
         if fresh or (self.last is not None and progress.step < self.last.step):
             self.last = progress
         return fresh

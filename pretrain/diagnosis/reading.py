@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from os import SEEK_END
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ _SIGNAL_WORDS = (
     b'  File "', b"loss'", b"batch=", b"return code", b"xhausted", b"low on", b"busy", b"navailable", b"dead because",
     b"not ready", b"minimum", b"ERROR", b"terminat", b"F_TRANS", b"event ", b"state_dict", b"size mism",
     b"No such", b"ost-mortem", b"journal", b"is down", b"nreachable", b"state ch", b"IS_LOST", b"MEMLIMIT", b"memory",
-    b"not in struct", b"override", b"contains", b"an't open", b"emote daemon",
+    b"not in struct", b"override", b"contains", b"an't open", b"emote daemon", b"ebooted", b"Preempt",
 b"Errno", b"ould not", b"Unable", b"annot ", b"invalid", b"nvalid", b"exceed",
 )  # fmt: skip
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
@@ -91,11 +92,16 @@ def clean(raw: bytes) -> str:
     return _CONTROL.sub("", text)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def _blocks(path: Path, last_bytes: int | None = None) -> Iterator[bytes]:
     """Blocks that end at a line's end; a line longer than a block is shortened to its beginning and end."""
     rest = b""
     try:
         with path.open("rb") as stream:
+            if last_bytes is not None and stream.seek(0, SEEK_END) > last_bytes:
+                stream.seek(-last_bytes, SEEK_END)
+                stream.readline()
+            else:
+                stream.seek(0)
             while block := stream.read(BLOCK_BYTES):
                 cut = block.rfind(b"\n") + 1
                 if cut == 0:
@@ -278,10 +284,14 @@ class Block:
 
 
 class LogReader:
-    """The signal lines of one file, with counts of what was read (``lines``, ``bytes``) once it is exhausted."""
+    """The signal lines of one file, with counts of what was read (``lines``, ``bytes``) once it is exhausted.
 
-    def __init__(self, path: Path) -> None:
+    ``last_bytes``: read only so much of its end; line numbers then count from there.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
+        self._last_bytes = last_bytes
         self.lines = 0
         self.bytes = 0
         self.kept = 0
@@ -297,7 +307,7 @@ class LogReader:
     def blocks(self) -> Iterator[Block]:
         """The file in blocks of whole lines."""
         owed = 0
-        for raw in _blocks(self.path):
+        for raw in _blocks(self.path, self._last_bytes):
             shapes = raw.translate(_DIGITS).split(b"\n")
             if shapes[-1] == b"":
                 shapes.pop()

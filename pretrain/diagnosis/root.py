@@ -40,6 +40,10 @@ _READS_CHECKPOINTS = re.compile(
     r"serialization\.py|checkpoint|load_state_dict|safetensors|from_pretrained|modeling_utils|weight_utils|_io/zip"
 )
 _FRAME = '  File "'
+_ENVIRONMENT = re.compile(
+    r"(?i)\\b(?:cuda\\w*|nccl|gloo|driver|device|system|network|socket|timed? ?out|unavailable|temporar\\w+|busy)\\b"
+)
+"""Words by which a RuntimeError may speak of the machine and not of the program: then a restart can help."""
 _FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\)")
 _SUMMARY_RANK = re.compile(r"^\s*(?:\S+\s+)?rank\s+: (\d+) \(local_rank")
 _PID = re.compile(r"\bpid[=: ]+'?(\d+)|Killed process (\d+)|\(pid (\d+)\)")
@@ -90,8 +94,12 @@ class Verdict:
     action: str
     explanation: str
     method: str
-    cascades: tuple[tuple[str, int], ...] = ()
-    """Name and number of lines of each cascade; not part of the JSON contract."""
+    cascades: tuple[tuple[str, int, int], ...] = ()
+    """Name, number of lines and first line of each cascade; this and what follows is for the page alone."""
+    time: float | None = None
+    """When the root was written, seconds since the epoch."""
+    last_step: tuple[int, int] | None = None
+    """The last step that was reached before, and its line."""
 
     def to_json(self) -> dict[str, Any]:
         """The document of DESIGN.md."""
@@ -120,6 +128,8 @@ class Collector:
     cut: bool = False
     lines: int = 0
     cascades: dict[str, int] = field(default_factory=dict)
+    first_of: dict[str, int] = field(default_factory=dict)
+    """First line of each cascade."""
     stuck: set[int] = field(default_factory=set)
     first_failure_rank: int | None = None
     last_time: float | None = None
@@ -127,7 +137,8 @@ class Collector:
     sequences: dict[int, int] = field(default_factory=dict)
     _section: str | None = None
     _await_rank: bool = False
-    _year: int | None = None
+    year: int | None = None
+    """The year of progress lines, for times that show none."""
     _kinds: KindCache = field(init=False)
     _quiet_frames: set[bytes] = field(default_factory=set)
     """Shapes of frames in code that reads neither data nor checkpoints."""
@@ -149,7 +160,7 @@ class Collector:
                 self._advance(found.read(block.raw, block.start(index), block.file, block.before + index))
             elif shape in quiet:
                 continue
-            elif index in block.followers or self._within or (kind := known(shape)) is None:
+            elif self._within or (kind := known(shape, index in block.followers)) is None:
                 self.feed(block.line(index), index in block.followers)
             elif kind.is_echo and self._counts.get(kind.rule.name, 0) > MAX_PER_NAME:  # type: ignore[union-attr]
                 self._count_echo(kind, block.before + index)
@@ -189,8 +200,8 @@ class Collector:
             self._within.clear()
         if progress.time is not None:
             self.last_time = progress.time if self.last_time is None else max(progress.time, self.last_time)
-            if self._year is None:
-                self._year = datetime.fromtimestamp(progress.time, tz=UTC).year
+            if self.year is None:
+                self.year = datetime.fromtimestamp(progress.time, tz=UTC).year
         if self.course.feed(progress):
             self.progress_marks.append((progress.number, progress.step))
             if len(self.progress_marks) > 2 * OUTLIVED + 2:
@@ -207,7 +218,7 @@ class Collector:
         self._counts.clear()
 
     def _time(self, text: str) -> float | None:
-        when = find_time(text, self._year)
+        when = find_time(text, self.year)
         if when is not None:
             self.last_time = when if self.last_time is None else max(when, self.last_time)
         return when
@@ -270,6 +281,7 @@ class Collector:
             return
         if rule is not None and not is_root:
             self.cascades[rule.name] = self.cascades.get(rule.name, 0) + 1
+            self.first_of.setdefault(rule.name, line.number)
         name = rule.name if rule is not None else f"exception {kind.by_type}"
         self._counts[name] = self._counts.get(name, 0) + 1
         if self._counts[name] > MAX_PER_NAME:
@@ -282,8 +294,9 @@ class Collector:
             item = Evidence(line, order, rule.role, rule.root, rule.strength, name, self._section, rule.latent,
                             rule.severity, rule.action)  # fmt: skip
         else:
+            doubtful = not kind.certain or (kind.by_type == "runtime_error" and _ENVIRONMENT.search(text) is not None)
             item = Evidence(line, order, Role.ROOT, kind.by_type, kind.strength, name, self._section,
-                            severity=None if kind.certain else "SEV2")  # fmt: skip
+                            severity="SEV2" if doubtful else None)  # fmt: skip
         self.evidence.append(item)
         self._mortal = self._mortal or not item.latent
 
@@ -291,7 +304,7 @@ class Collector:
 def decide(collected: Collector) -> Verdict:
     """The root cause of one log."""
     roots = [item for item in collected.evidence if item.role is Role.ROOT]
-    roots = [item for item in roots if not _outlived(item, collected)]
+    roots = [item for item in roots if not outlived(item, collected)]
     roots = [item for item in roots if not _is_late_echo(item, collected)]
     if roots:
         return _from_roots(roots, collected)
@@ -302,7 +315,7 @@ def decide(collected: Collector) -> Verdict:
     if collected.time_limit and last is not None and _stalled(collected, last):
         return _verdict(collected, "task_hang", [last.number], 0.85)
     echoes = [item for item in collected.evidence if item.role is Role.CASCADE and item.root is not None]
-    echoes = [item for item in echoes if not _outlived(item, collected)]
+    echoes = [item for item in echoes if not outlived(item, collected)]
     if echoes:
         return _from_echoes(echoes, collected)
     if _is_fine(collected):
@@ -310,7 +323,8 @@ def decide(collected: Collector) -> Verdict:
     return _verdict(collected, "unknown", [], 0.3)
 
 
-def _outlived(item: Evidence, collected: Collector) -> bool:
+def outlived(item: Evidence, collected: Collector) -> bool:
+    """Whether the job went on after an evidence, so that it is no cause."""
     if item.latent:
         return collected.bad_end is None and collected.ended_well is not None
     return sum(number > item.line.number for number, _ in collected.progress_marks) >= OUTLIVED
@@ -324,7 +338,7 @@ def _is_late_echo(item: Evidence, collected: Collector) -> bool:
         other.role is Role.CASCADE
         and other.root is not None
         and other.order < item.order
-        and not _outlived(other, collected)
+        and not outlived(other, collected)
         for other in collected.evidence
     )
 
@@ -367,7 +381,7 @@ def _from_roots(roots: list[Evidence], collected: Collector) -> Verdict:
     return _verdict(
         collected, str(first.root), _first_lines(first, lines), confidence, rank=rank, node=_place(first, same, rank,
         collected),
-        severity=first.severity, action=first.action,
+        severity=first.severity, action=first.action, file=first.line.file,
     )  # fmt: skip
 
 
@@ -414,8 +428,9 @@ def _from_echoes(echoes: list[Evidence], collected: Collector) -> Verdict:
     if first.root == "nccl_timeout":
         first = next((item for item in same if rank is not None and item.rank == rank), first)
     node = collected.origins.node_of_rank.get(rank) if rank is not None else _peer(same)
-    return _verdict(collected, str(first.root), _first_lines(first, [item.line.number for item in same]), 0.6,
-                    rank=rank, node=node)  # fmt: skip
+    lines = [item.line.number for item in same if item.line.file == first.line.file]
+    return _verdict(collected, str(first.root), _first_lines(first, lines), 0.6, rank=rank, node=node,
+                    file=first.line.file)  # fmt: skip
 
 
 def _peer(same: Iterable[Evidence]) -> str | None:
@@ -440,13 +455,27 @@ def _lagging(collected: Collector) -> int | None:
 def _verdict(
     collected: Collector, root: str, lines: list[int], confidence: float, *, rank: int | None = None,
     node: str | None = None, severity: str | None = None, action: str | None = None, method: str | None = None,
+    file: str | None = None,
 ) -> Verdict:  # fmt: skip
     known = classes()[root]
     if root == "out_of_memory" and severity is None and collected.course.count > 1:
         severity, action = "SEV2", "restart; memory grew during the run, or another process holds the device"
     return Verdict(
-        file=collected.file, root=root, node=node, rank=rank, evidence=tuple(lines), confidence=confidence,
+        file=file or collected.file, root=root, node=node, rank=rank, evidence=tuple(lines), confidence=confidence,
         severity=severity or known.severity, category=known.category, action=action or known.action,
         explanation=known.explanation, method=method or ("none" if root in ("none", "unknown") else "rule"),
-        cascades=tuple(sorted(collected.cascades.items())),
+        cascades=tuple((name, count, collected.first_of[name]) for name, count in sorted(collected.cascades.items())),
+        time=_time_of(collected, lines, file), last_step=_step_before(collected, lines),
     )  # fmt: skip
+
+
+def _time_of(collected: Collector, lines: list[int], file: str | None) -> float | None:
+    """When the first line of the evidence was written, as it says itself."""
+    same = (item for item in collected.evidence if file is None or item.line.file == file)
+    item = next((item for item in same if lines and item.line.number == lines[0]), None)
+    return find_time(item.line.text, collected.year) if item is not None else None
+
+
+def _step_before(collected: Collector, lines: list[int]) -> tuple[int, int] | None:
+    last = collected.course.last
+    return (last.step, last.number) if last is not None and lines and last.number <= max(lines) else None

@@ -188,6 +188,28 @@ def test_a_job_without_progress_is_given_up_after_three_incarnations(cluster: Cl
     assert [fault["recovered_seconds"] for fault in record["faults"]] == [None] * 3
 
 
+@pytest.mark.parametrize("name", ["bug", "mute-bug"])
+def test_a_root_that_comes_back_before_any_progress_ends_the_job(cluster: Cluster, name: str) -> None:
+    """The traceback is told in band, or stands in the rank's log alone; the peer sees a broken connection."""
+    cluster.start_agent("n1", 2)
+    cluster.submit(plain(workers={"min": 2, "max": 2}, name=name))
+    record = cluster.wait_state()
+    assert (record["state"], record["incarnation"], record["step"]) == (JobState.FAILED, 2, 5)
+    assert "STOP" in record["reason"]
+    assert "key_error" in record["reason"]
+    assert "router" in record["reason"]
+    first, second = cluster.events("severity.decided")
+    assert (first["severity"], first["diagnosis"]) == (second["severity"], second["diagnosis"]) == ("STOP", "key_error")
+    assert [e["cure"] for e in cluster.events("decision.made")] == ["restart_all", "give_up"]
+
+
+def test_a_root_of_class_stop_that_does_not_come_back_costs_one_restart(cluster: Cluster) -> None:
+    cluster.start_agent("n1", 2)
+    cluster.submit(plain(workers={"min": 2, "max": 2}, name="bug-once"))
+    record = cluster.wait_state()
+    assert (record["state"], record["incarnation"], record["step"]) == (JobState.DONE, 2, 12)
+
+
 def test_forged_commands_are_refused_and_nothing_is_started(cluster: Cluster) -> None:
     from planner.auth import seal
     from planner.messages import Leave

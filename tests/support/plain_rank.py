@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from planner import manifest
@@ -104,6 +105,7 @@ class PlainRank:
         ids = self.order.batch(self.step * self.config.batch.global_, self.config.batch.global_)
         if self.config.name == "hopeless":
             os._exit(13)
+        self._misbehave(step, rank)
         self.injector.fire(Phase.FORWARD, step, 0)
         time.sleep(STEP_SECONDS)
         words = self.peers.meet(step, self.why)
@@ -118,6 +120,22 @@ class PlainRank:
         if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
             self.publish()
         return next((word for word in words if word), "completed")
+
+    def _misbehave(self, step: int, rank: int) -> None:
+        """A fault in the program: ``bug`` at step 6 of every incarnation, ``bug-once`` of the first one only;
+        ``mute-bug`` tells nobody but its log."""
+        name = self.config.name
+        due = name in ("bug", "mute-bug") or (name == "bug-once" and self.spec.incarnation == 1)
+        if not due or step != 6 or rank != 0:
+            return
+        try:
+            raise KeyError("router")
+        except KeyError:
+            if name != "mute-bug":
+                raise
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
 
     def publish(self) -> None:
         """Rank 0 publishes; the others wait for it."""

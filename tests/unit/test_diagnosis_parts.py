@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.errors import BadInputError
+from planner.errors import BadInputError, MissingServiceError
 from pretrain.diagnosis.agent import (
+    AgentSettings,
     Answer,
     ProposedRule,
     ReviewFile,
     accept,
+    ask,
     examine,
     present,
     question,
     vote,
 )
 from pretrain.diagnosis.compression import JobMemory, compress
-from pretrain.diagnosis.pipeline import diagnose
+from pretrain.diagnosis.page import page
+from pretrain.diagnosis.pipeline import collect, diagnose
 from pretrain.diagnosis.reading import LogReader, SignalFilter, all_lines
 from pretrain.diagnosis.retrieval import Incident, IncidentMemory, look_up, shipped_incidents
 from pretrain.diagnosis.rules import load_rules, shipped_rules
-from tests.support.failure_logs import Log, by_a_rank, healthy
+from pretrain.diagnosis.together import clock_offsets, together
+from tests.support.failure_logs import Log, by_a_rank, healthy, stamp
 
 WORDS = (b"rror", b"Xid ", b"NCCL WARN", b"illed", b"imeout", b"Terminated")
 
@@ -207,6 +217,80 @@ def test_text_that_gives_orders_is_held_back_and_cannot_be_cited(tmp_path: Path,
     assert json.loads(sent[1]["content"]) == {"log": log}
 
 
+class Scripted(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server that answers from a script; an empty answer means that it never comes."""
+
+    script: ClassVar[list[str]] = []
+    asked: ClassVar[list[dict[str, object]]] = []
+
+    def do_POST(self) -> None:
+        """One chat completion."""
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(body)
+        text = self.script[(len(self.asked) - 1) % len(self.script)]
+        if not text:
+            time.sleep(1.0)  # longer than the client waits
+        reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [
+            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}]}  # fmt: skip
+        raw = json.dumps(reply).encode()
+        with contextlib.suppress(OSError):
+            self.send_response(200 if text != "broken" else 500)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def scripted() -> Iterator[str]:
+    Scripted.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_model_is_asked_several_times_and_only_informs(
+    tmp_path: Path, scripted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log("nvlink_error")
+    healthy(log, 10, random.Random(1))
+    log.blame("error: fabric trunk 14 degraded beyond repair")
+    log.add("  exitcode  : 1 (pid: 77)")
+    path = tmp_path / "job.log"
+    path.write_text(log.text())
+    rule = {"name": "trunk", "pattern": r"trunk \d+ degraded", "root": "key_error"}
+    good = json.dumps({"root": "key_error", "evidence": [log.evidence], "remedy": "ask the fabric team", "rule": rule})
+    monkeypatch.setenv("PLANARIA_LLM_URL", scripted)
+    monkeypatch.setenv("PLANARIA_LLM_MODEL", "small")
+    Scripted.script = [good, "no idea", good]
+    verdict = diagnose(path, tmp_path)
+    assert (verdict.root, verdict.method, verdict.evidence) == ("key_error", "llm", (log.evidence,))
+    assert verdict.severity == "SEV2", "a model never stops a job"
+    assert verdict.confidence == pytest.approx(2 / 3)
+    assert verdict.action == "ask the fabric team"
+    assert [body["seed"] for body in Scripted.asked] == [0, 1, 2]
+    (entry,) = ReviewFile(tmp_path).entries()
+    assert (entry["accepted"], entry["rule"]["pattern"]) == (False, rule["pattern"])
+    Scripted.script = ['{"root": "ecc_error", "evidence": [1]}', "broken", "no idea"]
+    assert diagnose(path, tmp_path).root == "unknown", "a line that is not there, an error, no JSON"
+
+
+def test_a_server_that_does_not_answer_in_time_is_said_and_costs_nothing_more(scripted: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("strange event alpha\n")
+    Scripted.script = [""]
+    settings = AgentSettings(base_url=scripted, model="small", votes=2, timeout_seconds=0.1)
+    with pytest.raises(MissingServiceError, match="no answer from the model endpoint"):
+        ask(settings, compress(path))
+
+
 def test_a_proposed_rule_must_hold_on_everything_stored(tmp_path: Path) -> None:
     cited = ["fabric trunk 14 degraded beyond repair"]
     good, why = examine(ProposedRule(name="trunk", pattern=r"trunk \d+ degraded", root="nvlink_error"), cited)
@@ -248,6 +332,44 @@ def test_every_line_is_read_once_in_order(tmp_path: Path) -> None:
         (3, ""),
         (4, "last without end"),
     ]
+
+
+def test_logs_of_one_job_are_aligned_by_their_common_steps(tmp_path: Path) -> None:
+    """Node 2's clock is 700 s behind: by the times as written its echo, a time-out's error, comes before the root."""
+
+    def written(name: str, shift: int, *ends: tuple[int, str]) -> Path:
+        steps = range(40)
+        lines = [f"[{stamp(10 * step - shift)}] iteration {step}/ 900 | lm loss: 2.5{step % 10}E+00" for step in steps]
+        lines += [f"{stamp(at - shift)} {text}" for at, text in ends]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return tmp_path / name
+
+    cause = written("node1-rank0.log", 0, (395, "RuntimeError: user hook refused the batch"))
+    echo = written("node2-rank4.log", 700, (1000, "RuntimeError: Gradient bucket 3 is not ready on all ranks"))
+    logs = [collect(path) for path in (echo, cause)]
+    behind, right = clock_offsets([log.course for log in logs])
+    assert right - behind == 700.0
+    verdict = together(logs)
+    assert (verdict.file, verdict.root, verdict.evidence, verdict.rank) == (str(cause), "runtime_error", (41,), 0)
+    alone = written(
+        "node3-rank8.log", 0, (1000, "[rank8] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)")
+    )
+    verdict = together([collect(alone), collect(cause)])
+    assert (verdict.file, verdict.cascades[0][:2]) == (str(cause), ("collective-timeout", 1))
+
+
+def test_the_page_says_what_to_do_and_shows_the_lines_as_they_are(tmp_path: Path) -> None:
+    log = by_a_rank("key_error", "[rank{r}]: KeyError: '[bold]x[/bold]'", 3, cascade_first=True)
+    path = tmp_path / "job.log"
+    path.write_text(log.text())
+    text = page(diagnose(path))
+    assert f"key_error on node host-{(log.rank or 0) // 4:02d}, rank {log.rank}  [STOP: a person must act" in text
+    assert f"{log.evidence}  [rank{log.rank}]: KeyError: '[bold]x[/bold]'" in text
+    assert f'{(log.evidence or 0) - 1}  [rank{log.rank}]:   File "/src/train.py", line 88, in step' in text
+    assert "after step 139" in text
+    assert "collective timeout × 12 (line 55)" in text
+    path.write_text("")
+    assert "[NONE: nothing to do]" in page(diagnose(path))
 
 
 def test_the_verdict_has_the_shape_of_the_contract(tmp_path: Path) -> None:

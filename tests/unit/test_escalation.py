@@ -43,7 +43,16 @@ def test_each_severity_starts_at_its_own_cure() -> None:
     assert run([fault(Severity.SEV3)])[0] == [Cure.RETRY]
     assert run([fault(Severity.SEV2)])[0] == [Cure.RESTART]
     assert run([fault(Severity.SEV1)])[0] == [Cure.ISOLATE]
-    assert run([fault(Severity.STOP)])[0] == [Cure.GIVE_UP]
+    assert run([fault(Severity.STOP, final=True)])[0] == [Cure.GIVE_UP]
+
+
+def test_a_stop_needs_the_same_root_twice_before_progress() -> None:
+    key = fault(Severity.STOP, root="key_error")
+    assert run([key, key])[0] == [Cure.RESTART, Cure.GIVE_UP]
+    assert run([key, fault(Severity.STOP, root="type_error")])[0] == [Cure.RESTART, Cure.RESTART]
+    assert run([key, StepCompleted(1), key])[0] == [Cure.RESTART, None, Cure.RESTART]
+    kept = State.from_json(run([key])[1].to_json())
+    assert run([key], kept)[0] == [Cure.GIVE_UP], "a new coordinator goes on counting"
 
 
 def test_a_dead_process_cannot_be_retried() -> None:

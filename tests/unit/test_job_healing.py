@@ -285,8 +285,9 @@ def test_nobody_left_is_a_start_from_the_newest_state() -> None:
     assert not play.orders()
 
 
-def test_an_error_that_stops_ends_the_job() -> None:
+def test_an_error_that_comes_back_ends_the_job() -> None:
     play = Play()
+    play.job.escalation = {"roots": ["file_not_found"]}
     play.say(
         1,
         RankException(
