@@ -37,6 +37,11 @@ def _package(name: str) -> str:
     return next(one.package for one in BENCHMARKS if one.name == name)
 
 
+def shipped_folder() -> Path:
+    """The folder of the tasks that come with this package: beside it, in a checkout and in a wheel."""
+    return Path(__file__).resolve().parent.parent / "tasks"
+
+
 def prepared_folder() -> Path:
     """Where prepared tasks lie, one folder each."""
     return cache_folder() / "tasks"
@@ -201,8 +206,7 @@ def list_command(json_output: bool) -> int:
 
 def list_tasks() -> Iterator[dict[str, Any]]:
     """Shipped tasks, what is or can be prepared, and lm-eval's tasks whose data set is in the user's cache."""
-    shipped = Path(__file__).resolve().parent.parent / "tasks"
-    for path in sorted(shipped.glob("*/*.yaml")):
+    for path in sorted(shipped_folder().glob("*/*.yaml")):
         kind = _field(path, "output_type")
         yield _row(_field(path, "task"), kind, True, "", "this Python's standard library", "PSF-2.0", path)
     for benchmark in BENCHMARKS:

@@ -25,7 +25,7 @@ def why_not(sandboxed: bool, allowed: bool) -> str | None:
         return None
     hint = f"accept the risk with {ALLOW}=1"
     if not sandboxed:
-        return f"its metric runs code that the model wrote, outside our sandbox; use a prepared task, or {hint}"
+        return f"its metric runs code that the model wrote in a way of its own, outside our sandbox; {hint}"
     try:
         available()
     except MissingServiceError as error:
@@ -42,21 +42,27 @@ def run_solutions(resps: Iterable[Sequence[str]], docs: Sequence[Mapping[str, An
     """lm-eval filter: from completions to verdicts (``passed``, or how it failed), all run side by side."""
     found = [list(group) for group in resps]
     programs = [human_eval_program(doc, one) for group, doc in zip(found, docs, strict=True) for one in group]
-    verdicts = iter(run_programs(programs, SOLUTION_LIMITS, kind=_kind()))
-    return [[_text(next(verdicts)) for _ in group] for group in found]
+    verdicts = iter(run_allowed(programs, SOLUTION_LIMITS))
+    return [[verdict_text(next(verdicts)) for _ in group] for group in found]
 
 
-def _kind() -> str:
-    """The sandbox, or none of it where the user accepted the risk and there is no other way."""
+def run_allowed(programs: Sequence[str], limits: Limits) -> list[Verdict]:
+    """Run programs in the sandbox; without its walls only where the user accepted the risk and there is no other way.
+
+    Raises:
+        MissingServiceError: there is no sandbox here, and nobody accepted the risk.
+    """
     try:
-        return available()
+        kind = available()
     except MissingServiceError:
-        if os.environ.get(ALLOW) == "1":
-            return "none"
-        raise
+        if os.environ.get(ALLOW) != "1":
+            raise
+        kind = "none"
+    return run_programs(programs, limits, kind=kind)
 
 
-def _text(verdict: Verdict) -> str:
+def verdict_text(verdict: Verdict) -> str:
+    """``passed``, or how it failed."""
     if verdict.outcome in ("passed", "failed"):
         return str(verdict.detail)
     return f"{verdict.outcome}: {verdict.detail}"

@@ -17,6 +17,7 @@ from evalsched.models import ModelFacts
 from evalsched.recording import RecordJob, check_settings, find_recording
 from evalsched.runs import Run, RunSpec
 from evalsched.scoring import ScoreJob, ScoreOutcome
+from evalsched.task_names import refuse_unknown
 from evalsched.types import EvalSettings, digest_of
 from planner.cluster import state_home
 from planner.errors import BadInputError, ExitCode, WorkFailedError
@@ -118,6 +119,7 @@ def evaluate(
         raise BadInputError(f"workers {workers}: at least one is needed")
     folder = Path(model).expanduser().resolve()
     ModelFacts.read(folder)
+    refuse_unknown(chosen.tasks, "--tasks", chosen.include_path)
     target = Path(output).expanduser().resolve() if output else default_output(folder)
     own_engine = engine or EngineSettings(exact=chosen.exact)
     spec = RunSpec(model=str(folder), settings=chosen, output=str(target), created=time.time(), engine=own_engine)

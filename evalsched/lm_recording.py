@@ -16,6 +16,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; progre
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 
+from evalsched.code_eval import uses_only_the_sandbox
 from evalsched.lm_tasks import LoadingManager, simple_evaluate_arguments, task_manager
 from evalsched.tokens import TokenCounter, chat_template_of
 from evalsched.types import Request, digest_of, request_digest
@@ -206,7 +207,7 @@ def _facts(name: str, task: Any) -> TaskFacts:
         config=task_config_digest(task),
         output_type=str(task.OUTPUT_TYPE),
         unsafe_code=bool(getattr(task, "UNSAFE_CODE", False)),
-        sandboxed=(task.get_config("metadata") or {}).get("sandbox") == "planaria",
+        sandboxed=(task.get_config("metadata") or {}).get("sandbox") == "planaria" or uses_only_the_sandbox(task),
         dataset_kwargs=task.get_config("dataset_kwargs"),
     )
 

@@ -21,7 +21,8 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from evalsched.benchmarks import how_to_prepare, prepared_folder
+from evalsched import code_eval
+from evalsched.benchmarks import how_to_prepare, prepared_folder, shipped_folder
 from evalsched.digests import cache_folder
 from evalsched.types import EvalSettings
 from planner.errors import BadInputError, PlanariaError, one_line
@@ -41,11 +42,7 @@ def _remember_templates() -> None:
 
 
 _remember_templates()
-
-
-def shipped_folder() -> Path:
-    """The folder of the tasks that come with this package: beside it, in a checkout and in a wheel."""
-    return Path(__file__).resolve().parent.parent / "tasks"
+code_eval.install()
 
 
 class LoadingManager(TaskManager):  # type: ignore[misc]  # lm-eval has no types
@@ -73,7 +70,8 @@ class LoadingManager(TaskManager):  # type: ignore[misc]  # lm-eval has no types
         if isinstance(spec, (Task, Group)):
             return spec
         try:
-            return self._load_spec(spec)
+            with code_eval.loading_tasks():
+                return self._load_spec(spec)
         except PlanariaError:
             raise
         except Exception as error:  # whatever a task's own code raises

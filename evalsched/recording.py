@@ -30,7 +30,7 @@ from evalsched.types import EvalSettings, Request, digest_of
 from planner.errors import BadInputError, ExitCode, PlanariaError, WorkFailedError, one_line
 from planner.files import write_json
 
-FORMAT = 2
+FORMAT = 3
 _DESCRIPTION = "recording.json"
 _REQUESTS = "requests.jsonl"
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -54,7 +54,7 @@ class RecordedTask:
     unsafe_code: bool
     """Its metric runs code that the model wrote."""
     sandboxed: bool = False
-    """It runs that code in our sandbox (its ``metadata`` says ``sandbox: planaria``)."""
+    """It runs that code in our sandbox: its ``metadata`` says ``sandbox: planaria``, or it does so by ``code_eval``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from evalsched.report_data import read_report
+from evalsched.report_data import ReportData, read_report
 from evalsched.reports import report_folder, to_html, to_json, to_markdown, write_report
 from planner.cluster import connect, default_state_dir, last_up
-from planner.errors import BadInputError, one_line
+from planner.errors import BadInputError, GateRegressError, one_line
 
 
 def report_command(
@@ -24,6 +24,7 @@ def report_command(
 
     Raises:
         BadInputError: no such job or folder, or nothing in it to report.
+        GateRegressError: see :func:`check_gate`; the report is printed and kept all the same.
     """
     data = read_report(find_folder(job_or_dir, state_dir))
     try:
@@ -41,7 +42,18 @@ def report_command(
         print(to_html(data))
     if path is not None:
         print(f"report: {path}", file=sys.stderr)
+    check_gate(data)
     return 0
+
+
+def check_gate(data: ReportData) -> None:
+    """Say where the gate says that the newest checkpoint regresses against the one before.
+
+    Raises:
+        GateRegressError: it does; the message has the reasons.
+    """
+    if data.gates and data.gates[-1].verdict == "regress":
+        raise GateRegressError(f"gate: {data.evaluated[-1].label} regresses: {'; '.join(data.gates[-1].reasons)}")
 
 
 def retry_command(trial: str, state_dir: Path | None, url: str | None) -> int:

@@ -18,7 +18,10 @@ from evalsched.evaluate import PRIVATE_TOKEN, busy_folder, ledger_url
 from evalsched.ledger import Ledger
 from evalsched.local import LocalFleet, device
 from evalsched.recording import check_settings
+from evalsched.report_command import check_gate
+from evalsched.report_data import read_report, results_files
 from evalsched.runs import Run, RunSpec
+from evalsched.task_names import refuse_unknown
 from evalsched.types import EvalSettings, digest_of
 from evalsched.watching import Candidate, Sizes, complete, in_order, look
 from planner.errors import BadInputError, ExitCode, one_line
@@ -44,8 +47,11 @@ def watch_command(
 ) -> int:
     """Evaluate what is there and what appears; with ``once`` only what is there. Returns the exit code.
 
+    1: a checkpoint could not be evaluated, or a verdict must not be believed.
+
     Raises:
         BadInputError: no such directory, an unknown order or task.
+        GateRegressError: with ``once``, where the newest checkpoint regresses against the one before.
         PreemptedError: told to end.
     """
     if not directory.is_dir():
@@ -58,6 +64,7 @@ def watch_command(
         tasks=task_list(tasks), limit=limit, include_path=(str(include_path.resolve()),) if include_path else ()
     )
     check_settings(settings)
+    refuse_unknown(settings.tasks, "--tasks", settings.include_path)
     base = (output or directory).resolve()
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
     with (
@@ -125,12 +132,21 @@ class _Watch:
                 self._fleet.watch(self._conductor, now)
                 self._finish()
                 if once and self._state.looks >= 2 and self._nothing_left():
-                    return int(ExitCode.FAILED if self._state.failed else ExitCode.DONE)
+                    return self._code()
                 time.sleep(0.05)
         finally:
             self._conductor.close()
             for one in self._state.exports:
                 one.process.kill()
+
+    def _code(self) -> int:
+        """The exit code: 1 where a checkpoint failed, else what the gate says of all results here, earlier ones too."""
+        if self._state.failed:
+            return int(ExitCode.FAILED)
+        base = self._output or self._directory
+        if results_files(base):
+            check_gate(read_report(base))
+        return int(ExitCode.DONE)
 
     def _nothing_left(self) -> bool:
         return not (self._state.queue or self._state.exports or self._state.runs)

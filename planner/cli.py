@@ -45,11 +45,20 @@ class ReportFormat(StrEnum):
 
 def _call(target: str, **arguments: Any) -> None:
     """Load ``module:function`` and run it; its return value, if an int, is the exit code."""
-    module, _, name = target.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    code = function(**arguments)
+    code = _load(target)(**arguments)
     if isinstance(code, int) and code != 0:
         raise typer.Exit(int(code))
+
+
+def _load(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _check_tasks(names: list[str], where: str) -> None:
+    """Refuse unknown evaluation tasks; handed to the training room, which never imports the evaluation room."""
+    _load("evalsched.task_names:refuse_unknown")(names, where)
 
 
 def _version(value: bool) -> None:
@@ -106,7 +115,10 @@ def submit(
     url: Url = None,
 ) -> None:
     """Submit a pretraining config; prints the job id."""
-    _call("pretrain.commands:submit", config=config, overrides=set_ or [], wait=wait, state_dir=state_dir, url=url)
+    _call(
+        "pretrain.commands:submit", config=config, overrides=set_ or [], wait=wait, state_dir=state_dir, url=url,
+        check_tasks=_check_tasks,
+    )  # fmt: skip
 
 
 @app.command()
@@ -125,6 +137,7 @@ def run(
         state_dir=state_dir,
         overrides=set_ or [],
         json_output=json_,
+        check_tasks=_check_tasks,
     )
 
 
@@ -227,7 +240,7 @@ def coordinator(state_dir: StateDir = None, url: Url = None) -> None:
         "planner.coordinator:coordinator_command",
         state_dir=state_dir,
         url=url,
-        load=lambda target: getattr(importlib.import_module(target.partition(":")[0]), target.partition(":")[2]),
+        load=_load,
     )
 
 

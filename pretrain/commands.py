@@ -40,9 +40,21 @@ POLL_SECONDS = 0.2
 # ---------------------------------------------------------------- submit and wait
 
 
-def submit(*, config: Path, overrides: list[str], wait: bool, state_dir: Path | None, url: str | None) -> int:
+TaskCheck = Callable[[list[str], str], None]
+"""Refuses unknown evaluation tasks: ``check(names, where)``, with ``where`` naming file and field."""
+
+
+def submit(
+    *,
+    config: Path,
+    overrides: list[str],
+    wait: bool,
+    state_dir: Path | None,
+    url: str | None,
+    check_tasks: TaskCheck,
+) -> int:
     """``planaria submit``: prints the job id; with ``--wait`` the exit code is the job's."""
-    settings = read_config(config, overrides)
+    settings = _read(config, overrides, check_tasks)
     store, _ = connect(url, state_dir)
     try:
         slots = sum(node.slots for node in store.nodes() if node.kind == "agent")
@@ -60,6 +72,13 @@ def submit(*, config: Path, overrides: list[str], wait: bool, state_dir: Path | 
         return EXIT_OF[JobState(record["state"])]
     finally:
         store.close()
+
+
+def _read(config: Path, overrides: list[str], check_tasks: TaskCheck) -> PretrainConfig:
+    settings = read_config(config, overrides)
+    if settings.evaluate.tasks:
+        check_tasks(settings.evaluate.tasks, f"{config}: evaluate.tasks")
+    return settings
 
 
 def _because(record: Mapping[str, Any]) -> str:
@@ -111,9 +130,17 @@ def wait_for(store: ClusterStore, job: str, look: Callable[[Mapping[str, Any]], 
 # ---------------------------------------------------------------- run
 
 
-def run(*, config: Path, slots: int | None, state_dir: Path | None, overrides: list[str], json_output: bool) -> int:
+def run(
+    *,
+    config: Path,
+    slots: int | None,
+    state_dir: Path | None,
+    overrides: list[str],
+    json_output: bool,
+    check_tasks: TaskCheck,
+) -> int:
     """``planaria run``: up, submit, wait, down in one go. SIGTERM and SIGINT publish the state and exit 4."""
-    settings = read_config(config, overrides)
+    settings = _read(config, overrides, check_tasks)
     devices = find_devices(slots)
     check_slots(settings, config, devices.slots, "this run has")
     started = time.monotonic()

@@ -21,7 +21,7 @@ from evalsched.report_data import markers, read_report
 from evalsched.reports import refresh_report, to_html, to_json, to_markdown, write_report
 from evalsched.scoring import ScoreJob, score
 from evalsched.types import EvalSettings, Request, Response
-from planner.errors import BadInputError
+from planner.errors import BadInputError, GateRegressError
 from planner.events import Action, Event
 from tests.support.tiny_model import write_tokenizer
 
@@ -171,7 +171,9 @@ def test_results_of_lm_evals_own_command_are_read(job: Path, tmp_path: Path) -> 
     assert "stdlib_next_line" in data["checkpoints"][0]["results"]
 
 
-def test_a_regression_is_named(job: Path, tmp_path: Path) -> None:
+def test_a_regression_is_named_and_ends_with_code_6(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number, step in enumerate((180, 60)):  # the better one first
         folder = tmp_path / f"step-{number:08d}"
         folder.mkdir()
@@ -182,6 +184,11 @@ def test_a_regression_is_named(job: Path, tmp_path: Path) -> None:
     assert data.gates[1].verdict == "regress"
     assert "stdlib_bits_per_byte" in data.gates[1].reasons[0]
     assert "regresses" in to_markdown(data)
+    with pytest.raises(GateRegressError, match=r"^gate: step 1 regresses: stdlib_bits_per_byte") as refused:
+        report_command(str(tmp_path), "json", None, None)
+    assert refused.value.exit_code == 6
+    assert json.loads(capsys.readouterr().out)["checkpoints"][1]["gate"]["verdict"] == "regress"
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_writing_and_renewing(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
