@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import shutil
 import sys
@@ -20,6 +19,7 @@ import yaml
 
 from evalsched.benchmark_sources import BENCHMARKS, Benchmark
 from evalsched.digests import cache_folder
+from evalsched.offline_data import cached_datasets
 from planner.errors import BadInputError, MissingServiceError, one_line
 from planner.files import write_json
 
@@ -234,18 +234,6 @@ def _field(path: Path, name: str) -> str:
     return match[1] if match else ""
 
 
-def cached_datasets() -> set[str]:
-    """Data sets in the user's Hugging Face cache, as ``owner/name`` or ``name``, in lower case."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    built = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
-    found = {
-        path.name.removeprefix("datasets--").replace("--", "/") for path in hub.glob("datasets--*") if path.is_dir()
-    }
-    found |= {path.name.replace("___", "/") for path in built.glob("*") if path.is_dir()}
-    return {name.lower() for name in found if name not in ("json", "downloads", "text", "csv", "parquet", "generator")}
-
-
 def cached_dataset_tasks() -> Iterator[dict[str, Any]]:
     """lm-eval's own tasks whose data set is cached, found by reading its task files as text."""
     datasets = cached_datasets()
@@ -253,9 +241,15 @@ def cached_dataset_tasks() -> Iterator[dict[str, Any]]:
     if spec is None or spec.origin is None:
         return
     for path in sorted((Path(spec.origin).parent / "tasks").rglob("*.yaml")):
-        source = _field(path, "dataset_path")
-        task = _field(path, "task")
+        task, source = _field(path, "task"), _dataset_path(path)
         if task and source.lower() in datasets:
             yield _row(
                 task, _field(path, "output_type"), True, "", f"Hugging Face cache: {source}", "see its card", path
             )
+
+
+def _dataset_path(path: Path, depth: int = 3) -> str:
+    """A task file's data set, its own or that of the file that it includes."""
+    source = _field(path, "dataset_path")
+    included = path.parent / _field(path, "include") if not source and depth else path
+    return source if included == path or not included.is_file() else _dataset_path(included, depth - 1)

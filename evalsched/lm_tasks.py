@@ -21,7 +21,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
-from evalsched import code_eval
+from evalsched import code_eval, offline_data
 from evalsched.benchmarks import how_to_prepare, prepared_folder, shipped_folder
 from evalsched.digests import cache_folder
 from evalsched.types import EvalSettings
@@ -43,6 +43,7 @@ def _remember_templates() -> None:
 
 _remember_templates()
 code_eval.install()
+offline_data.install()
 
 
 class LoadingManager(TaskManager):  # type: ignore[misc]  # lm-eval has no types

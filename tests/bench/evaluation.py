@@ -1,6 +1,9 @@
-"""Time to results, side by side with stock lm-eval's own vLLM class; weights swapped against engines started.
+"""Time to results, side by side with stock lm-eval's own vLLM class, every process on one core.
 
-Every process is pinned to one core: stock lm-eval and each worker alike.
+With one worker the whole of ``planaria eval`` (command, Redis, metric worker, infer worker) shares the one core that a
+stock process has; with two workers the second has another. Stock lm-eval runs under the conditions of ``--exact``,
+with its engine in its own process, which is the faster way. *Cold*: nothing is in the caches; *warm*: the requests were
+recorded before, for another checkpoint.
 """
 
 from __future__ import annotations
@@ -8,116 +11,263 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evalsched.evaluate import EvaluationResult, evaluate
 from evalsched.types import EvalSettings
 from tests.bench.figures import Figure
+from tests.support.demo_model import write_demo_model
 from tests.support.engine_host import EngineHost
 from tests.support.lm_tasks import write_tasks
 from tests.support.smollm import gguf_file, smollm
-from tests.support.tiny_model import write_model
 
-SMALL = ("choice_plain", "choice_fewshot", "choice_mutual", "last_word", "rolling", "generate_filters",
+EIGHT = ("choice_plain", "choice_fewshot", "choice_mutual", "last_word", "rolling", "generate_filters",
          "generate_prefix", "choice_inputs")  # fmt: skip
+LARGE = "choice_fewshot"
+KILL_SHARE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured on: a model, tasks of two sizes, a scratch folder."""
+
+    folder: Path
+    model: Path
+    name: str
+    small: Path
+    """Task files with few documents."""
+    large: Path
+    """The same with many."""
+
+    def settings(self, tasks: Sequence[str], *, large: bool = False) -> EvalSettings:
+        folder = self.large if large else self.small
+        return EvalSettings(tasks=tuple(tasks), include_path=(str(folder),), exact=True)
 
 
 def measure(quick: bool) -> list[Figure]:
-    """The figures; ``quick`` takes a tiny model and fewer documents."""
+    """The figures; ``quick`` takes the demo's model instead of SmolLM2 where that is installed."""
     folder = Path(tempfile.mkdtemp(prefix="planaria-bench-"))
-    os.environ["PLANARIA_CACHE"] = str(folder / "cache")
+    real = not quick and gguf_file() is not None
+    model = smollm() if real else write_demo_model(folder / "model", seed=1)
+    bench = Bench(
+        folder=folder, model=model, name="SmolLM2-135M" if real else "the demo's model",
+        small=write_tasks(folder / "small", documents=5 if real else 24),
+        large=write_tasks(folder / "large", documents=40 if real else 1200),
+    )  # fmt: skip
     try:
-        real = not quick and gguf_file() is not None
-        model = smollm() if real else write_model(folder / "model", seed=1)
-        name = "SmolLM2-135M" if real else "a tiny model"
-        tasks = write_tasks(folder / "tasks", documents=24 if quick else 60)
-        settings = EvalSettings(tasks=SMALL, include_path=(str(tasks),), exact=True, bootstrap_iters=0)
-        return [
-            *_eight_tasks(folder, model, name, settings),
-            *_one_task(folder, model, name, settings),
-            *_swap(folder, model, name),
-        ]
+        return [*_one_task(bench), *_killed(bench), *_eight_tasks(bench), *_swap(bench)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stock(folder: Path, model: Path, settings: EvalSettings) -> float:
-    """Seconds of one stock process on one core."""
+# ---------------------------------------------------------------- running both
+
+
+def _stock(bench: Bench, name: str, settings: EvalSettings) -> tuple[float, dict[str, Any]]:
+    """Seconds and results of one stock process on one core."""
+    folder = bench.folder / "stock" / name
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps(settings.to_json()))
+    command = [
+        "taskset",
+        "-c",
+        _cores(1),
+        sys.executable,
+        "-m",
+        "tests.support.stock_vllm",
+        str(bench.model),
+        str(folder),
+    ]
     began = time.monotonic()
-    command = ["taskset", "-c", "0", sys.executable, "-m", "tests.support.stock_vllm", str(model), str(folder)]
     subprocess.run(command, check=True, capture_output=True)
-    return time.monotonic() - began
+    return time.monotonic() - began, dict(json.loads((folder / "results.json").read_text())["results"])
 
 
-def _ours(folder: Path, model: Path, settings: EvalSettings, workers: int) -> tuple[float, EvaluationResult]:
-    began = time.monotonic()
-    result = evaluate(model, settings=settings, workers=workers, output=folder)
-    return time.monotonic() - began, result
+def _cores(count: int) -> str:
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:count]))
 
 
-def _same(ours: EvaluationResult, stock: Path, tasks: tuple[str, ...]) -> None:
-    theirs = json.loads((stock / "results.json").read_text())["results"]
-    for task in tasks:
-        assert ours.results[task] == theirs[task], f"{task}: {ours.results[task]} is not {theirs[task]}"
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One ``planaria eval``."""
+
+    seconds: float
+    result: dict[str, Any]
+    lines: list[tuple[float, str]]
+    """Its progress on standard error, with the seconds since its start."""
 
 
-def _eight_tasks(folder: Path, model: Path, name: str, settings: EvalSettings) -> list[Figure]:
-    stock = 0.0
-    for task in SMALL:
-        stock += _stock(folder / "stock" / task, model, replace(settings, tasks=(task,)))
-    cold, result = _ours(folder / "cold", model, settings, 1)
-    for task in SMALL:
-        _same(result, folder / "stock" / task, (task,))
-    shutil.rmtree(folder / "cold")
-    warm, _ = _ours(folder / "cold", model, settings, 1)
-    again, second = _ours(folder / "cold", model, settings, 1)
-    assert second.requests_run == 0
-    overhead = warm - (result.timings.get("run_seconds", 0.0))
+def _command(bench: Bench, output: Path, settings: EvalSettings, workers: int) -> list[str]:
     return [
-        _ratio(f"eight tasks, {name}: one worker against a process per task (cold)", cold, stock, 0.5),
-        _ratio("the same with its recordings in the cache (warm)", warm, stock, 0.5),
-        Figure(name="the same again: nothing is run", value=again, unit="s"),
-        Figure(name="outside the run itself (warm): record, start, score", value=overhead, unit="s"),
+        sys.executable, "-m", "tests.support.pinned_eval", _cores(workers), "eval", str(bench.model),
+        "--tasks", ",".join(settings.tasks), "--include-path", settings.include_path[0], "--exact",
+        "--workers", str(workers), "--output", str(output), "--json",
     ]  # fmt: skip
 
 
-def _one_task(folder: Path, model: Path, name: str, settings: EvalSettings) -> list[Figure]:
-    one = replace(settings, tasks=("choice_fewshot",))
-    stock = _stock(folder / "large", model, one)
-    alone, result = _ours(folder / "alone", model, one, 1)
-    _same(result, folder / "large", ("choice_fewshot",))
-    both, _ = _ours(folder / "both", model, one, 2)
-    return [
-        _ratio(f"one large task, {name}: one worker against one process", alone, stock, 1.0),
-        _ratio(f"one large task, {name}: two workers against one process", both, stock, 0.65),
-    ]
+def _environment(bench: Bench, cache: str) -> dict[str, str]:
+    return os.environ | {"PLANARIA_CACHE": str(bench.folder / cache)}
 
 
-def _ratio(name: str, ours: float, stock: float, bar: float) -> Figure:
+def _ours(bench: Bench, settings: EvalSettings, workers: int = 1, *, cache: str, output: str) -> Run:
+    began = time.monotonic()
+    process = subprocess.Popen(
+        _command(bench, bench.folder / output, settings, workers), env=_environment(bench, cache),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stdout is not None
+    lines = [(time.monotonic() - began, line.strip()) for line in process.stderr]
+    text = process.stdout.read()
+    assert process.wait() == 0, lines[-5:]
+    return Run(seconds=time.monotonic() - began, result=json.loads(text), lines=lines)
+
+
+def _same(run: Run, stock: dict[str, Any]) -> None:
+    for task, values in stock.items():
+        mine = {name: value for name, value in run.result["results"][task].items() if name in values}
+        assert mine == values, f"{task}: {mine} is not {values}"
+
+
+def _ratio(name: str, ours: float, other: float, bar: float) -> Figure:
     return Figure(
-        name=name, value=ours / stock, unit="×", bar=f"at most {bar} ×", reached=ours <= bar * stock,
-        note=f"{ours:.1f} s against {stock:.1f} s",
+        name=name, value=ours / other, unit="×", bar=f"at most {bar} ×", reached=ours <= bar * other,
+        note=f"{ours:.1f} s against {other:.1f} s",
     )  # fmt: skip
 
 
-def _swap(folder: Path, model: Path, name: str) -> list[Figure]:
-    other = folder / "other"
-    shutil.copytree(model, other)
+# ---------------------------------------------------------------- figures
+
+
+def _one_task(bench: Bench) -> list[Figure]:
+    settings = bench.settings([LARGE], large=True)
+    stock, results = _stock(bench, "large", settings)
+    cold = _ours(bench, settings, cache="one", output="one-cold")
+    warm = _ours(bench, settings, cache="one", output="one-warm")
+    both = _ours(bench, settings, 2, cache="two", output="two-cold")
+    both_warm = _ours(bench, settings, 2, cache="two", output="two-warm")
+    for run in (cold, warm, both, both_warm):
+        _same(run, results)
+    what = f"one large task, {bench.name}"
+    return [
+        _ratio(f"{what}: one worker against one process (cold)", cold.seconds, stock, 1.0),
+        _ratio(f"{what}: one worker against one process (warm)", warm.seconds, stock, 1.0),
+        _ratio(f"{what}: two workers against one process (cold)", both.seconds, stock, 0.65),
+        _ratio(f"{what}: two workers against one process (warm)", both_warm.seconds, stock, 0.65),
+        _bookkeeping(f"{what}: recording and scoring against the whole trial (cold)", cold),
+    ]
+
+
+def _bookkeeping(name: str, run: Run) -> Figure:
+    spent = run.result["timings"]["record_seconds"] + run.result["timings"]["score_seconds"]
+    return _ratio(name, spent, run.seconds, 0.10)
+
+
+def _killed(bench: Bench) -> list[Figure]:
+    """The command is killed when half of its requests are answered, and run again."""
+    settings = bench.settings([LARGE], large=True)
+    full = _ours(bench, settings, cache="kill", output="kill-full")
+    output = bench.folder / "kill-half"
+    process = subprocess.Popen(
+        _command(bench, output, settings, 1), env=_environment(bench, "kill"), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    while (answered := _answered(output)) < KILL_SHARE * full.result["requests"]:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(1.0)  # its guard ends the fleet
+    again = _ours(bench, settings, cache="kill", output="kill-half")
+    _same(again, full.result["results"])
+    figure = _ratio(
+        f"one large task, {bench.name}: again after a kill at half, against a full run",
+        again.seconds,
+        full.seconds,
+        0.6,
+    )
+    counts = f"{answered} of {full.result['requests']} requests were answered, {again.result['requests_run']} run"
+    return [replace(figure, note=f"{figure.note}; {counts}")]
+
+
+def _answered(output: Path) -> int:
+    path = output / ".planaria" / "evaluation.sqlite"
+    if not path.exists():
+        return 0
+    try:
+        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
+            return int(connection.execute("select count(*) from responses").fetchone()[0])
+    except sqlite3.Error:
+        return 0
+
+
+def _eight_tasks(bench: Bench) -> list[Figure]:
+    settings = bench.settings(EIGHT)
+    stock, results = 0.0, {}
+    for task in EIGHT:
+        seconds, found = _stock(bench, task, replace(settings, tasks=(task,)))
+        stock, results = stock + seconds, results | found
+    cold = _ours(bench, settings, cache="eight", output="eight")
+    again = _ours(bench, settings, cache="eight", output="eight")
+    warm = _ours(bench, settings, cache="eight", output="eight-warm")
+    assert again.result["requests_run"] == 0
+    for run in (cold, again, warm):
+        _same(run, results)
+    mix = _ours(bench, bench.settings(EIGHT, large=True), cache="mix", output="mix")
+    return [
+        _ratio(f"eight tasks, {bench.name}: one worker against a process per task (cold)", cold.seconds, stock, 0.5),
+        _ratio(f"eight tasks, {bench.name}: one worker against a process per task (warm)", warm.seconds, stock, 0.5),
+        Figure(name="the same again: nothing is run", value=again.seconds, unit="s"),
+        _bookkeeping(f"eight large tasks, {bench.name}: recording and scoring against the whole (cold)", mix),
+        *_estimates(f"eight large tasks, {bench.name}", mix),
+    ]
+
+
+def _estimates(what: str, run: Run) -> list[Figure]:
+    """How far the estimate of the seconds left was off, at the first tenth and from there to nine tenths."""
+    said = [(at, *found) for at, line in run.lines if (found := _parsed(line)) is not None]
+    later = [(at, left) for at, share, left in said if 0.10 <= share <= 0.90]
+    errors = [left / (run.seconds - at) - 1.0 for at, left in later]
+    worst = max(errors, key=abs)
+    note = f"{later[0][1]:.0f} s said, {run.seconds - later[0][0]:.1f} s were left of {run.seconds:.0f} s"
+    return [
+        Figure(
+            name=f"{what}: error of the estimate after the first tenth", value=100 * errors[0], unit="%",
+            bar="within 30 %", reached=abs(errors[0]) <= 0.3, note=note,
+        ),
+        Figure(
+            name=f"{what}: largest error from one tenth to nine tenths", value=100 * worst, unit="%", runs=len(errors),
+            bar="within 30 %", reached=abs(worst) <= 0.3,
+        ),
+    ]  # fmt: skip
+
+
+def _parsed(line: str) -> tuple[float, float] | None:
+    """(share, seconds left) of a progress line."""
+    words = line.replace(",", "").split()
+    if not line.startswith("running") or "about" not in words:
+        return None
+    return float(words[1].rstrip("%")) / 100, float(words[words.index("about") + 1])
+
+
+def _swap(bench: Bench) -> list[Figure]:
+    other = bench.folder / "other"
+    shutil.copytree(bench.model, other)
     began = time.monotonic()
-    host = EngineHost(folder, model)
+    host = EngineHost(bench.folder, bench.model)
     try:
         host.call("run", requests=[])
         start = time.monotonic() - began
-        times: list[Any] = []
-        for target in (other, model, other):
+        times: list[float] = []
+        for target in (other, bench.model, other):
             began = time.monotonic()
             host.call("swap", model=str(target))
             times.append(time.monotonic() - began)
@@ -126,12 +276,8 @@ def _swap(folder: Path, model: Path, name: str) -> list[Figure]:
     swap = sorted(times)[1]
     return [
         Figure(
-            name=f"swapping the next checkpoint in, {name}, against starting an engine", value=start / swap, unit="×",
-            bar="at least 10 × sooner", reached=start >= 10 * swap, note=f"{swap:.2f} s against {start:.1f} s",
+            name=f"swapping the next checkpoint in, {bench.name}, against starting an engine", value=start / swap,
+            unit="×", bar="at least 10 × sooner", reached=start >= 10 * swap,
+            note=f"{swap:.2f} s against {start:.1f} s",
         )
     ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    for figure in measure("--full" not in sys.argv):
-        print(figure)

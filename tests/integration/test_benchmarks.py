@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +14,9 @@ import pytest
 
 from evalsched import benchmarks
 from evalsched.benchmark_sources import BENCHMARKS, Benchmark
-from evalsched.benchmarks import cached_datasets, list_command, list_tasks, prepare, prepare_command, prepared_folder
-from evalsched.recording import RecordJob, record
+from evalsched.benchmarks import list_command, list_tasks, prepare, prepare_command, prepared_folder
+from evalsched.offline_data import cached_datasets, missing_parts
+from evalsched.recording import OFFLINE, RecordJob, record
 from evalsched.types import EvalSettings
 from planner.errors import BadInputError, MissingServiceError
 from tests.support.tiny_model import write_tokenizer
@@ -88,11 +92,56 @@ def test_the_list_says_what_is_runnable_and_what_to_do(capsys: pytest.CaptureFix
 
 
 def test_data_sets_in_the_users_cache_are_listed_with_their_tasks(tmp_path: Path) -> None:
-    (tmp_path / "huggingface" / "hub" / "datasets--Rowan--hellaswag").mkdir(parents=True)
+    _download(tmp_path / "huggingface", "Rowan/hellaswag", {"test.jsonl": "{}"})
+    _download(tmp_path / "huggingface", "cais/mmlu", {"README.md": "a card alone is no data"})
     (tmp_path / "huggingface" / "datasets" / "EleutherAI___logiqa").mkdir(parents=True)
     assert cached_datasets() == {"rowan/hellaswag", "eleutherai/logiqa"}
     names = {row["task"] for row in list_tasks() if row["source"].startswith("Hugging Face cache")}
     assert {"hellaswag", "logiqa"} <= names
+
+
+def _download(home: Path, name: str, files: dict[str, str]) -> Path:
+    """A data set as ``hf download`` leaves it: files of a commit, nothing built."""
+    base = home / "hub" / f"datasets--{name.replace('/', '--')}"
+    folder = base / "snapshots" / "0123abc"
+    folder.mkdir(parents=True)
+    (base / "refs").mkdir()
+    (base / "refs" / "main").write_text("0123abc")
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    return folder
+
+
+_OFFLINE = """
+import sys
+from pathlib import Path
+from evalsched.recording import RecordJob, record
+from evalsched.types import EvalSettings
+settings = EvalSettings(tasks=("remote",), include_path=(sys.argv[1],))
+requests = record(RecordJob(settings=settings, tokenizer=sys.argv[2])).requests()
+print([request.context for request in requests])
+"""
+
+
+def test_a_downloaded_data_set_is_recorded_offline_and_one_in_parts_only_whole(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    rows = "".join(json.dumps({"q": f"question {n}", "a": "yes"}) + "\n" for n in range(3))
+    folder = _download(tmp_path / "huggingface", "acme/questions", {"README.md": "", "test.jsonl": rows})
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "remote.yaml").write_text(
+        "task: remote\ndataset_path: acme/questions\ntest_split: test\noutput_type: generate_until\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\n"
+    )
+    command = [sys.executable, "-c", _OFFLINE, str(tmp_path / "tasks"), str(tokenizer)]
+    environment = os.environ | OFFLINE
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.stdout == "['question 0', 'question 1', 'question 2']\n", done.stderr[-2000:]
+    (folder / "test.jsonl").rename(folder / "test-00000-of-00002.jsonl")
+    assert missing_parts(folder) == ["test-00001-of-00002.jsonl"]
+    (tmp_path / "tasks" / "remote.yaml").write_text((tmp_path / "tasks" / "remote.yaml").read_text() + "# new\n")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode != 0
+    assert "only a part of the data set is there, test-00001-of-00002.jsonl is missing" in done.stderr
 
 
 def test_unknown_names_and_missing_packages_are_one_line() -> None:

@@ -1,11 +1,15 @@
-"""``planaria eval --exact`` against stock lm-eval's own vLLM class on a real engine: results and samples are equal,
-for few and many shards, with two workers of which one is killed in the middle, and for a second run that runs nothing.
+"""``--exact`` against stock lm-eval's own vLLM class on real engines, on the demo's model and on SmolLM2-135M.
+
+Over every request type, with few-shot examples, groups and filters: ``results`` and ``samples`` are equal for 1, 3 and
+17 shards in any order, some of them run twice; with two workers of which one is killed in the middle; and a second run
+runs nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -22,13 +26,17 @@ from evalsched.engine import EngineSettings
 from evalsched.evaluate import run_to_end
 from evalsched.ledger import Ledger, sqlite_url
 from evalsched.local import LocalFleet
+from evalsched.recording import RecordJob, find_recording, record
 from evalsched.runs import Run, RunSpec
-from evalsched.scoring import score
-from evalsched.types import EvalSettings
+from evalsched.scoring import ScoreJob, score
+from evalsched.shards import cut
+from evalsched.types import EvalSettings, RequestId, Response
 from planner.events import Action
+from tests.support.demo_model import write_demo_model
+from tests.support.engine_host import EngineHost
 from tests.support.lm_tasks import SHAPES, write_tasks
 from tests.support.redis import await_that
-from tests.support.tiny_model import write_model
+from tests.support.smollm import smollm
 
 pytestmark = pytest.mark.timeout(900)
 SAMPLED = {"generate_repeats"}
@@ -36,106 +44,162 @@ SAMPLED = {"generate_repeats"}
 GROUPED = {"choice_plain", "choice_fewshot", "choice_own_shots", "last_word", "choice_mutual"}
 """Members of the groups "whole" and "outer", which lm-eval loads once."""
 TASKS = (*(name for name in SHAPES if name not in SAMPLED | GROUPED), "functions", "whole", "outer")
+"""With the groups' members: ten tasks of all request types."""
+CHAT = EvalSettings(
+    tasks=("choice_plain", "generate_prefix", "rolling"), num_fewshot=2, apply_chat_template=True, limit=2,
+    fewshot_as_multiturn=True, system_instruction="Be brief.", bootstrap_iters=50, exact=True,
+)  # fmt: skip
+EVERY = EvalSettings(tasks=TASKS, bootstrap_iters=50, exact=True)
 CASES = {
-    "every type": EvalSettings(tasks=TASKS, bootstrap_iters=50, limit=12, exact=True),
-    "chat and shots": EvalSettings(
-        tasks=("choice_plain", "generate_prefix", "rolling"), num_fewshot=2, apply_chat_template=True, limit=8,
-        fewshot_as_multiturn=True, system_instruction="Be brief.", bootstrap_iters=50, exact=True,
-    ),
-}  # fmt: skip
+    "demo": {"every type": replace(EVERY, limit=12), "chat and shots": replace(CHAT, limit=8)},
+    "smollm2": {"every type": replace(EVERY, limit=2), "chat and shots": CHAT},
+}
+BOTH = [(model, case) for model, cases in CASES.items() for case in cases]
 FILE_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, Path]]:
-    folder = tmp_path_factory.mktemp("stock")
-    old = os.environ.get("PLANARIA_CACHE")
-    os.environ["PLANARIA_CACHE"] = str(folder / "cache")
-    tasks, model = write_tasks(folder / "tasks"), write_model(folder / "model", seed=5)
-    for case in CASES:
-        (folder / case).mkdir()
-        (folder / case / "settings.json").write_text(json.dumps(settings(case, tasks).to_json()))
-    command = [sys.executable, "-m", "tests.support.stock_vllm", str(model), *(str(folder / case) for case in CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    yield folder, tasks, model
-    if old is None:
-        del os.environ["PLANARIA_CACHE"]
-    else:
-        os.environ["PLANARIA_CACHE"] = old
+class World:
+    """Tasks, models, and what stock lm-eval says of them: both stock processes run side by side from the start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tasks = write_tasks(folder / "tasks")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("PLANARIA_CACHE", raising=False)  # made once per machine, not once per test run
+            self.models = {"demo": write_demo_model(folder / "demo-model", seed=5), "smollm2": smollm()}
+        self._stock = {model: self._start_stock(model) for model in CASES}
+        self._hosts: dict[str, EngineHost] = {}
+
+    def settings(self, model: str, case: str) -> EvalSettings:
+        return replace(CASES[model][case], include_path=(str(self.tasks),))
+
+    def _start_stock(self, model: str) -> subprocess.Popen[bytes]:
+        folders = []
+        for case in CASES[model]:
+            folders.append(self.folder / model / case)
+            folders[-1].mkdir(parents=True)
+            (folders[-1] / "settings.json").write_text(json.dumps(self.settings(model, case).to_json()))
+        command = [sys.executable, "-m", "tests.support.stock_vllm", str(self.models[model]), *map(str, folders)]
+        with (self.folder / f"{model}.log").open("wb") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def stock(self, model: str, case: str) -> Path:
+        """Folder of stock lm-eval's files."""
+        assert self._stock[model].wait(600) == 0, (self.folder / f"{model}.log").read_text()[-3000:]
+        return self.folder / model / case
+
+    def host(self, model: str) -> EngineHost:
+        """An engine with the model, one process for all cuts."""
+        if model not in self._hosts:
+            self._hosts[model] = EngineHost(self.folder / model, self.models[model], exact=True)
+        return self._hosts[model]
+
+    def close(self) -> None:
+        for process in self._stock.values():
+            process.kill()
+            process.wait()
+        for host in self._hosts.values():
+            host.close()
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[LocalFleet]:
-    """Two workers with real engines, kept for all cases."""
-    with LocalFleet(2, 1) as made:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("stock")
+        made = World(folder)
+        patch.setenv("PLANARIA_CACHE", str(folder / "cache"))
         yield made
+        made.close()
 
 
-def settings(case: str, tasks: Path) -> EvalSettings:
-    return replace(CASES[case], include_path=(str(tasks),))
-
-
-def spec(world: tuple[Path, Path, Path], case: str, output: Path, target_seconds: float) -> RunSpec:
-    return RunSpec(
-        model=str(world[2]), settings=settings(case, world[1]), output=str(output), created=time.time(),
-        engine=EngineSettings(exact=True), target_seconds=target_seconds,
-    )  # fmt: skip
-
-
-def assert_equal_to_stock(run: Run, stock: Path) -> None:
-    output = Path(run.spec.output)
-    ours, theirs = (json.loads((folder / "results.json").read_text()) for folder in (output, stock))
+def assert_equal_files(ours: Path, stock: Path) -> dict[str, Any]:
+    """Results and samples are equal; our results."""
+    mine, theirs = (json.loads((folder / "results.json").read_text()) for folder in (ours, stock))
     for key in FILE_KEYS:
-        assert ours.get(key) == theirs.get(key), key
+        assert mine.get(key) == theirs.get(key), key
     for name in theirs["configs"]:
-        assert lines(output / f"samples_{name}.jsonl") == lines(stock / f"samples_{name}.jsonl"), name
-    check = ours["planaria"]["batch_check"]
-    assert check["checked"] > 0
-    assert check["largest_difference"] == 0
-    assert check["different"] == 0
+        assert lines(ours / f"samples_{name}.jsonl") == lines(stock / f"samples_{name}.jsonl"), name
+    assert isinstance(mine, dict)
+    return mine
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_equal_to_stock_lm_eval(world: tuple[Path, Path, Path], fleet: LocalFleet, case: str, tmp_path: Path) -> None:
-    with Ledger(sqlite_url(tmp_path / "l.sqlite"), 1) as ledger:
-        (run,) = run_to_end([spec(world, case, tmp_path / "out", 60.0)], ledger, fleet, scorer=score)
-        assert run.failed == {}
-        assert_equal_to_stock(run, world[0] / case)
-        (again,) = run_to_end([spec(world, case, tmp_path / "again", 60.0)], ledger, fleet, scorer=score)
+# ---------------------------------------------------------------- any cut, any order
+
+
+@pytest.mark.parametrize(("model", "case"), BOTH)
+def test_any_cut_in_any_order_equals_stock_lm_eval(world: World, model: str, case: str, tmp_path: Path) -> None:
+    settings = world.settings(model, case)
+    job = RecordJob(settings=settings, tokenizer=str(world.models[model]))
+    recording = find_recording(job) or record(job)
+    requests = recording.requests()
+    assert len({request.request_type for request in requests}) == 3
+    rng = random.Random(case)
+    for shards in (1, 3, 17):
+        pieces = cut(requests, lambda request: 1.0, len(requests) / shards)
+        assert min(shards, len(pieces)) >= min(shards, 10)
+        if shards > 1:
+            pieces += rng.sample(pieces, 1)  # one is run twice
+        rng.shuffle(pieces)
+        answers: dict[RequestId, Response] = {}
+        for piece in pieces:
+            given = rng.sample(piece.requests, len(piece.requests))
+            found = world.host(model).call("run", requests=[request.to_json() for request in given])
+            answers |= {response.id: response for response in map(Response.from_json, found)}
+        output = tmp_path / str(shards)
+        score(
+            ScoreJob(
+                settings=settings, model=str(world.models[model]), tokenizer=str(world.models[model]), answers="",
+                recording=str(recording.folder), output=str(output),
+            ),
+            answers,
+        )  # fmt: skip
+        assert_equal_files(output, world.stock(model, case))
+
+
+# ---------------------------------------------------------------- the whole way: Celery, workers, ledger
+
+
+def spec(world: World, model: str, case: str, output: Path, target_seconds: float) -> RunSpec:
+    return RunSpec(
+        model=str(world.models[model]), settings=world.settings(model, case), output=str(output), created=time.time(),
+        engine=EngineSettings(exact=True), target_seconds=target_seconds,
+    )  # fmt: skip
+
+
+def completed_shards(fleet: LocalFleet, start: str) -> int:
+    found = fleet.store.read_events(start)
+    return sum(1 for one in found if one.payload and one.payload.action is Action.SHARD_COMPLETED)
+
+
+def kill_one_in_the_middle(fleet: LocalFleet, start: str) -> None:
+    await_that(lambda: completed_shards(fleet, start) >= 2, 400)
+    os.kill(next(iter(fleet.processes().values())), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_a_worker_killed_in_the_middle_and_a_second_run(world: World, model: str, tmp_path: Path) -> None:
+    case = "every type"
+    with LocalFleet(2, 1, metric=False) as fleet, Ledger(sqlite_url(tmp_path / "l.sqlite"), 1) as ledger:
+        start = fleet.store.end_of("events")
+        thread = threading.Thread(target=kill_one_in_the_middle, args=(fleet, start))
+        thread.start()
+        (run,) = run_to_end([spec(world, model, case, tmp_path / "out", 0.02)], ledger, fleet, scorer=score)
+        thread.join()
+        assert completed_shards(fleet, start) >= 9
+        assert_whole(run, world.stock(model, case))
+        (again,) = run_to_end([spec(world, model, case, tmp_path / "again", 0.02)], ledger, fleet, scorer=score)
     assert again.prepared is not None
     assert again.prepared.open == ()
-    ours, second = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("out", "again"))
-    assert ours["results"] == second["results"]
+    assert_equal_files(tmp_path / "again", world.stock(model, case))
 
 
-def test_equal_with_many_shards_and_a_worker_killed_in_the_middle(
-    world: tuple[Path, Path, Path], fleet: LocalFleet, tmp_path: Path
-) -> None:
-    case = "every type"
-    start = fleet.store.end_of("events")
-
-    def completed() -> int:
-        found = fleet.store.read_events(start)
-        return sum(1 for one in found if one.payload and one.payload.action is Action.SHARD_COMPLETED)
-
-    def kill_one() -> None:
-        await_that(lambda: completed() >= 2, 400)
-        os.kill(next(iter(fleet.processes().values())), signal.SIGKILL)
-
-    thread = threading.Thread(target=kill_one)
-    thread.start()
-    with Ledger(sqlite_url(tmp_path / "l.sqlite"), 1) as ledger:
-        (run,) = run_to_end([spec(world, case, tmp_path / "out", 0.02)], ledger, fleet, scorer=score)
-    thread.join()
-    assert completed() >= 9
+def assert_whole(run: Run, stock: Path) -> None:
     assert run.failed == {}
-    output, stock = tmp_path / "out", world[0] / case
-    assert (
-        json.loads((output / "results.json").read_text())["results"]
-        == json.loads((stock / "results.json").read_text())["results"]
-    )
+    check = assert_equal_files(Path(run.spec.output), stock)["planaria"]["batch_check"]
+    assert check["checked"] > 0
+    assert check["largest_difference"] == 0
+    assert check["different"] == 0
