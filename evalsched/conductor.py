@@ -155,6 +155,7 @@ class Conductor:
         self._collect(now)
         self._finish_work(now)
         self._watch(now)
+        self._warm_newcomers()
         self._feed(now)
 
     @property
@@ -368,14 +369,20 @@ class Conductor:
     def _identified(self, run: Run, model: Identified) -> None:
         run.model = model
         self._set_state(run, TrialState.RECORDING)
-        self._warm(run)
+        self._warm(run, self.live())
         self._submit(run, self._prepare, run.spec, model)
 
-    def _warm(self, run: Run) -> None:
-        """Let idle workers load the model while its requests are recorded."""
+    def _warm_newcomers(self) -> None:
+        """Workers that came up while requests are being recorded load the model meanwhile."""
+        run = next((one for one in self.runs.values() if one.state is TrialState.RECORDING and one.model), None)
+        if run is not None:
+            self._warm(run, [worker for worker in self.live() if self.roster.model_of(worker) is None])
+
+    def _warm(self, run: Run, workers: Sequence[str]) -> None:
+        """Let those of ``workers`` that are idle load a run's model."""
         assert run.model is not None
         busy = {one.worker for one in self.out.values()}
-        for worker in self.live():
+        for worker in workers:
             if worker not in busy:
                 self.roster.sent_model[worker] = run.model.ref.digest
                 self.dispatches.warm(run, worker)

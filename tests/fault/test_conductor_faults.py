@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,18 @@ def test_a_killed_worker_costs_only_what_it_had_in_hand(world: World, tmp_path: 
     assert len(failed) <= 1
     assert results(run) == world.expected
     assert run.failed == {}
+
+
+def test_fewer_documents_than_workers(world: World, tmp_path: Path) -> None:
+    """E8: one document for three workers."""
+    one = world.spec(tmp_path / "out")
+    one = replace(one, settings=replace(world.settings, tasks=("rolling",), limit=1))
+    with fleet(3) as three, Ledger(sqlite_url(tmp_path / "l.sqlite"), 1) as ledger:
+        (run,) = run_to_end([one], ledger, three, scorer=score)
+    assert run.state is TrialState.DONE
+    assert run.prepared is not None
+    assert len(run.prepared.open) == 1
+    assert results(run)["rolling"]["bits_per_byte,none"] > 0
 
 
 def test_a_poison_request_fails_its_task_after_three_attempts_and_the_others_finish(
