@@ -8,19 +8,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evalsched.conductor import Conductor
 from evalsched.guard import Guard
+from evalsched.nursery import Birth, Child, Nursery
+from evalsched.recording import OFFLINE
 from planner.auth import new_secret
 from planner.errors import MissingServiceError, one_line
 from planner.redis_server import RedisServer, start_redis
 from planner.store import ClusterStore
 
 WORKER = (sys.executable, "-m", "planner.cli", "worker")
+PRELOADED = OFFLINE | {"TQDM_DISABLE": "1"}
+"""What lm-eval's libraries read when they are imported, which in the nursery is before they are a metric worker's."""
 FRUITLESS_STARTS = 3
 """Workers that may end one after another without having served, before that is called the machine's fault."""
 
@@ -36,7 +40,7 @@ def device() -> str:
 class _Process:
     name: str
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Child
     log: Path
 
 
@@ -48,12 +52,23 @@ class LocalFleet:
         threads: compute threads of each, on CPU.
         program: what a worker is started with; ``--kind`` and ``--name`` follow.
         metric: start a metric worker too, which keeps lm-eval imported between recording and scoring.
+        cores: on CPU, cores that workers are pinned to in turn; not pinned when left out.
     """
 
-    def __init__(self, workers: int, threads: int, program: Sequence[str] = WORKER, *, metric: bool = True) -> None:
+    def __init__(
+        self,
+        workers: int,
+        threads: int,
+        program: Sequence[str] = WORKER,
+        *,
+        metric: bool = True,
+        cores: Sequence[int] | None = None,
+    ) -> None:
         self.metric = metric
-        self._metric: subprocess.Popen[bytes] | None = None
+        self._metric: subprocess.Popen[bytes] | Child | None = None
         self._program = tuple(program)
+        self._nursery: Nursery | None = None
+        self._cores = cores
         self.folder = Path(tempfile.mkdtemp(prefix="planaria-eval-"))
         self._guard = Guard(self.folder)
         self._threads = threads
@@ -79,7 +94,7 @@ class LocalFleet:
     def start(self) -> None:
         """Start the workers that are not there yet."""
         if self.metric and self._metric is None:
-            self._metric = self._popen("metric", f"local-metric-{os.getpid()}", 0)
+            self._metric = self._begin("metric", f"local-metric-{os.getpid()}", 0)
         taken = {one.number for one in self._processes.values()}
         for number in range(self._count):
             if number not in taken:
@@ -98,10 +113,22 @@ class LocalFleet:
     def _spawn(self, number: int) -> None:
         self._started += 1
         name = f"local-{number}-{self._started}"
-        self._processes[name] = _Process(name, number, self._popen("infer", name, number), self._log(name))
+        self._processes[name] = _Process(name, number, self._begin("infer", name, number), self._log(name))
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
+
+    def _begin(self, kind: str, name: str, number: int) -> subprocess.Popen[bytes] | Child:
+        """Start a worker: from the nursery on CPU, else (or with another program) by itself."""
+        if self._program != WORKER or device() != "cpu":
+            return self._popen(kind, name, number)
+        own = self._environment(number)
+        if self._nursery is None or not self._nursery.alive:
+            self._nursery = Nursery(own | PRELOADED, self._log("nursery"), self._guard.add)
+        cores = [self._cores[number % len(self._cores)]] if self._cores else None
+        return self._nursery.start(
+            Birth(name=name, kind=kind, environment=self._own(number), log=str(self._log(name)), cores=cores)
+        )
 
     def _popen(self, kind: str, name: str, number: int) -> subprocess.Popen[bytes]:
         with self._log(name).open("wb") as stream:
@@ -116,7 +143,10 @@ class LocalFleet:
         self._guard.add(process.pid)
         return process
 
-    def _environment(self, number: int) -> Mapping[str, str]:
+    def _environment(self, number: int) -> dict[str, str]:
+        return os.environ | self._own(number)
+
+    def _own(self, number: int) -> dict[str, str]:
         own = {
             "PLANARIA_URL": self.store.url,
             "PLANARIA_SECRET_FILE": str(self.folder / "secret"),
@@ -127,7 +157,7 @@ class LocalFleet:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             devices = visible.split(",") if visible else [str(index) for index in range(self._count)]
             own["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
-        return os.environ | own
+        return own
 
     def watch(self, conductor: Conductor, now: float) -> None:
         """Notice workers that died, tell the conductor, start others in their place.
@@ -166,9 +196,12 @@ class LocalFleet:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         self.store.close()
+        if self._nursery is not None:
+            self._nursery.close()
         self._guard.close()
         for process in every:
-            process.wait()
+            if isinstance(process, subprocess.Popen):
+                process.wait()
 
     def __enter__(self) -> LocalFleet:
         return self
