@@ -1,9 +1,10 @@
 """Workers of a private fleet by fork, on a CPU-only host: what they import is imported once for all of them.
 
-Importing lm-eval and vLLM takes longer than many an evaluation, and torch, transformers and Celery are in both. The
-nursery imports what both need, forks the metric worker off, imports the engine, and forks infer workers off, also those
-that take a dead one's place, which then cost no import at all. It has one thread, holds no secret that its workers do
-not hold, and never has an engine or a device itself. With a GPU workers start one by one: a forked CUDA is of no use.
+Importing lm-eval and vLLM takes longer than many an evaluation, and most of it is the same: torch, transformers and
+what they need. The nursery imports lm-eval, forks the metric worker off, imports the engine, and forks infer workers
+off, also those that take a dead one's place, which then cost no import at all. It has one thread of Python, holds no
+secret that its workers do not hold, and never has an engine or a device itself. With a GPU workers start one by one: a
+forked CUDA is of no use.
 
 ``python -m evalsched.nursery`` reads commands as JSON lines on standard input (:class:`Nursery` writes them) and tells
 births and ends as JSON lines on standard output.
@@ -165,7 +166,7 @@ class _Ward:
 
     def serve(self) -> None:
         """Import, fork, reap, until the owner closes the commands."""
-        _import_shared()
+        _import_for_metrics()
         self._hear(0.0)
         self._bear("metric")
         _import_engine()
@@ -229,11 +230,13 @@ class _Ward:
             os.write(self._reports, json.dumps(report).encode() + b"\n")
 
 
-def _import_shared() -> None:
-    """What metric and infer workers both import."""
+def _import_for_metrics() -> None:
     for name in ("celery.concurrency.thread", "celery.worker.consumer", "kombu.transport.redis", "planner.cli",
-                 "evalsched.app", "evalsched.worker", "torch", "transformers"):  # fmt: skip
+                 "evalsched.app", "evalsched.worker", "torch"):  # fmt: skip
         import_module(name)
+    from evalsched.metric_work import preload
+
+    preload()
 
 
 def _import_engine() -> None:
