@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from evalsched.costs import CostModel
 from evalsched.dispatches import Dispatches
 from evalsched.feeding import MAX_ATTEMPTS, OutView, WorkerView, assign
-from evalsched.finishing import check_shard, note_check, record_somewhere, score_run, score_somewhere
+from evalsched.finishing import check_shard, expect_end, note_check, record_somewhere, score_run, score_somewhere
 from evalsched.ledger import Ledger
 from evalsched.messages import ANSWERS, Answers, Ended, Left
 from evalsched.metric_desk import MetricDesk
@@ -404,6 +404,7 @@ class Conductor:
         for shard in shards:
             run.waiting[shard.id] = WaitingShard(shard=shard)
         run.pace.begin(shard_costs([*shards, *(one.shard for one in self.dispatches.of_run(run.id))]))
+        expect_end(run)
         run.timings["record_seconds"] = found.recording.seconds
         run.began = now
         self._quarantined_before(run)

@@ -50,6 +50,16 @@ def check_shard(run: Run) -> Shard | None:
     return Shard(id=digest_of([run.id, "check"]), requests=tuple(sample), seconds=max(1.0, seconds))
 
 
+def expect_end(run: Run) -> None:
+    """Estimate what comes after the last answer: the check, and scoring, which builds the requests once more."""
+    if run.prepared is None or not run.pace.cost:
+        return
+    mean = run.pace.total / len(run.pace.cost)
+    bound = max(CHECK_SECONDS, CHECK_SHARE * run.pace.total)
+    run.check_seconds = min(bound, CHECK_REQUESTS * mean, run.pace.total)
+    run.score_seconds = run.prepared.recording.seconds
+
+
 def note_check(run: Run, responses: list[Response]) -> None:
     """Keep answers of the check's shard."""
     run.check = run.check if run.check is not None else {}

@@ -123,7 +123,10 @@ class LocalFleet:
         if self._program != WORKER or device() != "cpu":
             return self._popen(kind, name, number)
         own = self._environment(number)
-        if self._nursery is None or not self._nursery.alive:
+        if self._nursery is not None and not self._nursery.alive:
+            self._nursery.close()
+            self._nursery = None
+        if self._nursery is None:
             self._nursery = Nursery(own | PRELOADED, self._log("nursery"), self._guard.add)
         cores = [self._cores[number % len(self._cores)]] if self._cores else None
         return self._nursery.start(
@@ -171,7 +174,7 @@ class LocalFleet:
             if code is None:
                 continue
             served = name in conductor.served
-            reason = _why(code, one.log)
+            reason = _why(code, one.log if one.log.exists() else self._log("nursery"))
             conductor.worker_gone(name, reason, now, orderly=code == 4)
             del self._processes[name]
             self._fruitless = 0 if served else self._fruitless + 1

@@ -118,6 +118,8 @@ class Nursery:
     def hear(self) -> None:
         """Take in what it said. Where it is gone, all its workers count as ended: they end with it."""
         assert self._process.stdout is not None
+        if self._process.stdout.closed:
+            return
         gone = not self.alive
         with contextlib.suppress(BlockingIOError):
             while piece := os.read(self._process.stdout.fileno(), 65536):

@@ -58,6 +58,12 @@ class Pace:
             self._measured[kind] = (before[0] + estimate, before[1] + seconds * (estimate / whole if whole else 0.0))
 
     @property
+    def factor(self) -> float:
+        """What finished shards took over what was estimated; 1 while none has finished."""
+        estimate = sum(one[0] for one in self._measured.values())
+        return sum(one[1] for one in self._measured.values()) / estimate if estimate > 0 else 1.0
+
+    @property
     def share(self) -> float:
         """Share of the work that is done, 0 to 1."""
         return min(1.0, self.done / self.total) if self.total > 0 else 0.0
@@ -67,13 +73,11 @@ class Pace:
         if self.share < LEAST_SHARE:
             return None
         if self._measured:
-            estimate = sum(one[0] for one in self._measured.values())
-            overall = sum(one[1] for one in self._measured.values()) / estimate if estimate > 0 else 1.0
-            return sum(self._scaled(kind, open_, overall) for kind, open_ in self.open.items()) / max(1, workers)
+            return sum(self._scaled(kind, open_) for kind, open_ in self.open.items()) / max(1, workers)
         if self._first is None or self.done <= self._first[1]:
             return None
         return sum(self.open.values()) * (now - self._first[0]) / (self.done - self._first[1])
 
-    def _scaled(self, kind: str, open_: float, overall: float) -> float:
+    def _scaled(self, kind: str, open_: float) -> float:
         estimate, seconds = self._measured.get(kind, (0.0, 0.0))
-        return open_ * (seconds / estimate if estimate > 0 else overall)
+        return open_ * (seconds / estimate if estimate > 0 else self.factor)

@@ -158,6 +158,10 @@ class Run:
     """Requests that are neither answered nor given up."""
     pace: Pace = field(default_factory=Pace)
     """Estimated seconds of everything that had to be run, and how it goes."""
+    check_seconds: float = 0.0
+    """Estimated seconds of the sample that is run again after the last answer, on the scale of ``pace``."""
+    score_seconds: float = 0.0
+    """Estimated seconds of scoring."""
     began: float = 0.0
     settled: float = 0.0
     """When its last request was answered, while a shard had not said yet that it ended."""
@@ -219,10 +223,13 @@ class Run:
                 del self.waiting[name]
 
     def progress(self, workers: int, now: float) -> tuple[float, float | None]:
-        """(share of the work that is done, seconds that are left with so many workers, or None)."""
+        """(share of the requests' work that is done, seconds until the results with so many workers, or None)."""
         if self.over:
             return 1.0, 0.0
-        return self.pace.share, self.pace.left(workers, now)
+        left = self.pace.left(workers, now)
+        if left is not None:
+            left += self.check_seconds * self.pace.factor + self.score_seconds
+        return self.pace.share, left
 
 
 def shard_costs(shards: Sequence[Shard]) -> dict[RequestId, float]:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from evalsched.engine import EngineSettings
@@ -175,17 +176,19 @@ def completed_shards(fleet: LocalFleet, start: str) -> int:
     return sum(1 for one in found if one.payload and one.payload.action is Action.SHARD_COMPLETED)
 
 
-def kill_one_in_the_middle(fleet: LocalFleet, start: str) -> None:
+def kill_in_the_middle(fleet: LocalFleet, start: str, what: str) -> None:
     await_that(lambda: completed_shards(fleet, start) >= 2, 400)
-    os.kill(next(iter(fleet.processes().values())), signal.SIGKILL)
+    worker = next(iter(fleet.processes().values()))
+    os.kill(worker if what == "worker" else psutil.Process(worker).ppid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("model", CASES)
-def test_a_worker_killed_in_the_middle_and_a_second_run(world: World, model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "what"), [("demo", "nursery"), ("smollm2", "worker")])
+def test_a_worker_killed_in_the_middle_and_a_second_run(world: World, model: str, what: str, tmp_path: Path) -> None:
+    """One of two workers is killed, or the process that both were forked from, which takes both with it."""
     case = "every type"
     with LocalFleet(2, 1, metric=False) as fleet, Ledger(sqlite_url(tmp_path / "l.sqlite"), 1) as ledger:
         start = fleet.store.end_of("events")
-        thread = threading.Thread(target=kill_one_in_the_middle, args=(fleet, start))
+        thread = threading.Thread(target=kill_in_the_middle, args=(fleet, start, what))
         thread.start()
         (run,) = run_to_end([spec(world, model, case, tmp_path / "out", 0.02)], ledger, fleet, scorer=score)
         thread.join()
