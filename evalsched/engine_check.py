@@ -157,11 +157,22 @@ def rerun_singly(engine: Engine, requests: Sequence[Request]) -> list[Response]:
     return [response for request in requests for response in engine.run([request])]
 
 
-def compare_responses(first: Mapping[RequestId, Response], again: Iterable[Response]) -> BatchCheck:
-    """How the answers in ``again`` differ from those in ``first``."""
+def choice_lengths(requests: Iterable[Request]) -> dict[RequestId, int]:
+    """Letters of each scored continuation without its leading space: what ``acc_norm`` divides by."""
+    return {one.id: len(str(one.arguments[1]).lstrip()) for one in requests if one.request_type == "loglikelihood"}
+
+
+def compare_responses(
+    first: Mapping[RequestId, Response], again: Iterable[Response], lengths: Mapping[RequestId, int] | None = None
+) -> BatchCheck:
+    """How the answers in ``again`` differ from those in ``first``.
+
+    With ``lengths`` (:func:`choice_lengths`) a document flips too where only the choice that is best per letter does.
+    """
     largest, different, texts = 0.0, 0, []
     before: dict[tuple[str, int], dict[int, Any]] = {}
     after: dict[tuple[str, int], dict[int, Any]] = {}
+    letters: dict[tuple[str, int], dict[int, int]] = {}
     count = 0
     for response in again:
         old = first.get(response.id)
@@ -171,6 +182,7 @@ def compare_responses(first: Mapping[RequestId, Response], again: Iterable[Respo
         document = (response.id.task, response.id.doc_id)
         before.setdefault(document, {})[response.id.idx] = old.value
         after.setdefault(document, {})[response.id.idx] = response.value
+        letters.setdefault(document, {})[response.id.idx] = max(1, (lengths or {}).get(response.id, 1))
         if old.value == response.value:
             continue
         different += 1
@@ -178,7 +190,9 @@ def compare_responses(first: Mapping[RequestId, Response], again: Iterable[Respo
             texts.append(f"{response.id.task}/{response.id.doc_id}")
         else:
             largest = max(largest, abs(_number(response.value) - _number(old.value)))
-    flipped = [f"{task}/{doc}" for (task, doc) in sorted(before) if _flips(before[task, doc], after[task, doc])]
+    flipped = [
+        f"{task}/{doc}" for task, doc in sorted(before) if _flips(*(one[task, doc] for one in (before, after, letters)))
+    ]
     return BatchCheck(
         checked=count,
         largest_difference=largest,
@@ -194,15 +208,16 @@ def _number(value: Any) -> float:
     return float(value[0]) if isinstance(value, tuple) else float(value)
 
 
-def _flips(before: Mapping[int, Any], after: Mapping[int, Any]) -> bool:
+def _flips(before: Mapping[int, Any], after: Mapping[int, Any], letters: Mapping[int, int]) -> bool:
     """Whether the best choice, a greedy mark or a text of a document differs."""
     scores = [value for value in before.values() if isinstance(value, tuple)]
     if len(scores) == len(before) and len(before) > 1:
-        return _best(before) != _best(after)
+        ones = dict.fromkeys(letters, 1)
+        return any(_best(before, size) != _best(after, size) for size in (ones, letters))
     if len(scores) == len(before):
         return any(before[idx][1] != after[idx][1] for idx in before if after.get(idx) is not None)
     return any(isinstance(value, str) and value != after.get(idx) for idx, value in before.items())
 
 
-def _best(values: Mapping[int, Any]) -> int:
-    return max(sorted(values), key=lambda idx: _number(values[idx]))
+def _best(values: Mapping[int, Any], letters: Mapping[int, int]) -> int:
+    return max(sorted(values), key=lambda idx: _number(values[idx]) / letters[idx])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from evalsched.engine_check import compare_responses, sample_documents
+from evalsched.engine_check import choice_lengths, compare_responses, sample_documents
 from evalsched.evaluation import answers_of, keep_scores, score_job
 from evalsched.ledger import Ledger
 from evalsched.metric_desk import MetricDesk, NoMetricWorkerError
@@ -22,7 +22,7 @@ from evalsched.recording import (
 from evalsched.reports import refresh_report
 from evalsched.runs import Run
 from evalsched.scoring import ScoreJob, ScoreOutcome, score_in_subprocess
-from evalsched.types import Request, Response, Shard, digest_of
+from evalsched.types import Request, RequestId, Response, Shard, digest_of
 
 CHECK_SHARE = 0.05
 CHECK_SECONDS = 2.0
@@ -94,6 +94,12 @@ def score_somewhere(desk: MetricDesk, job: ScoreJob, run: str) -> ScoreOutcome:
         return score_in_subprocess(job)
 
 
+def _compared(run: Run, answers: Mapping[RequestId, Response]) -> dict[str, Any]:
+    assert run.check is not None
+    assert run.prepared is not None
+    return compare_responses(answers, run.check["responses"], choice_lengths(run.prepared.open)).to_json()
+
+
 def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcome]) -> ScoreOutcome:
     """Answers from the ledger into a file, lm-eval's scoring, scores into the ledger, the report renewed.
 
@@ -108,7 +114,7 @@ def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcom
     check: dict[str, Any] | None = None
     if run.check is not None:
         problem = run.check.get("problem")
-        check = {"problem": problem} if problem else compare_responses(answers, run.check["responses"]).to_json()
+        check = {"problem": problem} if problem else _compared(run, answers)
     job = score_job(
         ledger,
         run.prepared.trials,

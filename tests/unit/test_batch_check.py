@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,14 @@ def test_a_difference_that_changes_the_best_choice_flips_the_document() -> None:
     assert found.flipped == ("t/1",)
     assert found.different == 2
     assert found.largest_difference == pytest.approx(0.02)
+
+
+def test_a_document_flips_where_only_the_best_choice_per_letter_does() -> None:
+    pairs = [choice(1, 0, (-1.00, False), (-1.00, False)), choice(1, 1, (-1.99, False), (-2.01, False))]
+    assert check(*pairs).flipped == ()
+    first, again = {old.id: old for old, _ in pairs}, [replace(old, value=new) for old, new in pairs]
+    lengths = {response("loglikelihood", 1, idx, (0.0, False)).id: length for idx, length in ((0, 5), (1, 10))}
+    assert compare_responses(first, again, lengths).flipped == ("t/1",)
 
 
 @pytest.mark.parametrize(
