@@ -151,8 +151,10 @@ def _functions(task: Any) -> Iterator[Callable[..., Any]]:
 
 def _space(function: Callable[..., Any]) -> dict[str, Any] | None:
     """The names of the file that a function is from; None for lm-eval's own library."""
+    own = getattr(function, "func", None) or getattr(function, "__self__", None)  # a partial; lm-eval's f.__call__
+    function = own if callable(own) else function
     space: dict[str, Any] = getattr(function, "__globals__", None) or vars(sys.modules[type(function).__module__])
-    return None if str(space.get("__name__")).startswith(("lm_eval.api", "lm_eval.filters")) else space
+    return None if str(space.get("__name__")).startswith(("lm_eval.api", "lm_eval.filters", "builtins")) else space
 
 
 def _source(file: str) -> str:

@@ -50,7 +50,7 @@ def _items(lines: Iterable[str]) -> Iterator[str]:
 
 def _texts(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
-        if "yaml" in path.name or path.suffix == ".yml":  # lm-eval's included files have names like _default_yaml
+        if "yaml" in path.name or path.suffix in ("", ".yml"):  # files that others include are called anything
             with contextlib.suppress(OSError):
                 if path.is_file():
                     yield path.read_text(encoding="utf-8", errors="replace")

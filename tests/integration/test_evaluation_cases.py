@@ -364,6 +364,17 @@ def test_e18_unknown_and_unusable_tasks_are_one_clear_line(world: Any, name: str
     assert "\n" not in str(refused.value)
 
 
+def test_e18_the_light_index_has_every_name_of_lm_evals_own(world: Any) -> None:
+    from evalsched.lm_tasks import default_tasks
+    from evalsched.task_names import lm_eval_names
+
+    theirs, ours = set(default_tasks()), lm_eval_names()
+    assert ours is not None
+    assert len(theirs) > 10_000
+    assert theirs - ours == set()
+    assert len(ours - theirs) < 0.02 * len(theirs)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
