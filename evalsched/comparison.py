@@ -109,13 +109,21 @@ def independent_stderr(old: float | None, new: float | None) -> float | None:
     return None if old is None or new is None else math.hypot(old, new)
 
 
+def size_in_errors(z: float) -> str:
+    """How many standard errors a move is, in figures that mean something: beyond 99 the error itself is in doubt."""
+    return f"{abs(z):.1f}" if abs(z) <= 99 else "over 99"
+
+
 def decide_gate(deltas: Iterable[Delta], broken: Mapping[str, str], level: float = GATE_LEVEL) -> Gate:
     """Regress where a metric fell by more than chance explains, or a task that had a number has none any more."""
     found = [d for d in deltas if d.z is not None]
     tests = max(1, len(found))
     threshold = NormalDist().inv_cdf(1 - level / 2 / tests)
-    reasons = [f"{d.task} {d.metric}: {d.difference:+.4g}, {abs(d.z or 0):.1f} standard errors worse" for d in found
-               if (d.z or 0) < -threshold]  # fmt: skip
+    reasons = [
+        f"{d.task} {d.metric}: {d.difference:+.4g}, {size_in_errors(d.z or 0)} standard errors worse"
+        for d in found
+        if (d.z or 0) < -threshold
+    ]
     reasons += [f"{task}: {reason}" for task, reason in sorted(broken.items())]
     if not found and not reasons:
         return Gate(verdict="none", threshold=threshold, reasons=("nothing to compare with",))

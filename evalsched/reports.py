@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 
 from evalsched.charts import Line, Point, line_chart, sparkline
-from evalsched.comparison import Delta
+from evalsched.comparison import Delta, size_in_errors
 from evalsched.report_data import Evaluated, ReportData, Score, read_report
 from planner.errors import PlanariaError, one_line
 from planner.files import write_atomic, write_json
@@ -117,7 +117,7 @@ def _arrow(move: Delta | None) -> str:
     if move is None or move.z is None:
         return ""
     sign = "▲" if move.difference > 0 else "▼" if move.difference < 0 else "·"
-    return f"{sign} {abs(move.z):.1f} se"
+    return f"{sign} {size_in_errors(move.z)} se"
 
 
 def _cell_note(score: Score, move: Delta | None) -> str:

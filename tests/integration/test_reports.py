@@ -184,6 +184,9 @@ def test_a_regression_is_named_and_ends_with_code_6(
     assert data.gates[1].verdict == "regress"
     assert "stdlib_bits_per_byte" in data.gates[1].reasons[0]
     assert "regresses" in to_markdown(data)
+    assert "step 1 regresses:</span> stdlib_bits_per_byte bits_per_byte,none: +2, over 99 standard errors" in to_html(
+        data
+    )
     with pytest.raises(GateRegressError, match=r"^gate: step 1 regresses: stdlib_bits_per_byte") as refused:
         report_command(str(tmp_path), "json", None, None)
     assert refused.value.exit_code == 6
