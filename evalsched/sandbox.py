@@ -339,7 +339,14 @@ def _as_root() -> bool:
 
 
 def _bubblewrap(paths: Sequence[str], size: str) -> list[str]:
-    command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    command = [
+        _which("bwrap") or "bwrap",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     if _as_root():  # the mounts need no user namespace; the uid is changed by setpriv, the last thing inside
         command += [
             "--cap-drop",
