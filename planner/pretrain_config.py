@@ -239,6 +239,9 @@ class HealthLimits(Settings):
     """A step longer than this many average steps is a warning (Unicron: 1.1 ×, unverified)."""
     grace_seconds: Annotated[float, Field(gt=0)] = 60.0
     """Time between SIGTERM and SIGKILL, for an emergency checkpoint."""
+    heal_in_place: bool = True
+    """After a fault the survivors re-form in their processes, where they hold all state among them. False: all ranks
+    start anew from the nearest snapshot, as they must where each holds a shard of its own (distributed optimizer)."""
     incarnations_without_progress: Positive = 3
     """Starts without one completed step, after which the job is failed."""
     on_loss_spike: Literal["roll_back", "tell"] = "roll_back"

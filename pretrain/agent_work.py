@@ -100,9 +100,16 @@ class AgentWork:
     # ------------------------------------------------------------------ stores
 
     def start_store(self, command: StartStore) -> None:
-        """Bind a port, hand it to a new store process (or name the job's living one) and tell where it is."""
+        """Bind a port, hand it to a new store process (or name the job's living one) and tell where it is.
+
+        Raises:
+            ValueError: a store that an earlier agent of this node started is not gone yet.
+        """
         key = f"store:{command.job}"
-        if self._table.get(key) is None:
+        running = self._table.get(key) is not None
+        if running and command.job not in self._ports:
+            raise ValueError("the store of this agent's former life is still ending")
+        if not running:
             with socket.socket() as listener:
                 listener.bind((self._settings.address, 0))
                 listener.listen(1024)
@@ -193,6 +200,7 @@ class AgentWork:
                     "rank": spec.rank,
                     "lease_token": spec.lease_token,
                     "spec": str(path),
+                    "folders": [spec.job_folder, *([spec.config.checkpoint.dir] if spec.config.checkpoint.dir else [])],
                 },
                 lease=lease,
                 slots=(slot,),
