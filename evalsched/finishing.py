@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,24 @@ from evalsched.reports import refresh_report
 from evalsched.runs import Run
 from evalsched.scoring import ScoreJob, ScoreOutcome, score_in_subprocess
 from evalsched.types import Request, Response, Shard, digest_of
+from planner.files import write_json
 
+SKIPPED = "skipped.json"
+"""Beside where a checkpoint's results would be: why there are none."""
 CHECK_SHARE = 0.05
 CHECK_SECONDS = 2.0
 """Bounds of that sample, in estimated seconds: a share of the run's work, and what is always allowed."""
 CHECK_REQUESTS = 48
 """Requests that are re-run singly after a run, to say how far answers depend on their batch."""
+
+
+def say_skipped(run: Run, reason: str) -> None:
+    """Leave word of a checkpoint that is not evaluated, and renew the report that shows it."""
+    output = Path(run.spec.output)
+    output.mkdir(parents=True, exist_ok=True)
+    tasks = list(run.spec.settings.tasks)
+    write_json(output / SKIPPED, {"step": run.spec.step, "tasks": tasks, "reason": reason})
+    refresh_report(output)
 
 
 def check_shard(run: Run) -> Shard | None:
@@ -84,7 +96,12 @@ def score_somewhere(desk: MetricDesk, job: ScoreJob, run: str) -> ScoreOutcome:
         return score_in_subprocess(job)
 
 
-def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcome]) -> ScoreOutcome:
+def score_run(
+    run: Run,
+    ledger: Ledger,
+    scorer: Callable[[ScoreJob], ScoreOutcome],
+    calibration: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ScoreOutcome:
     """Answers from the ledger into a file, lm-eval's scoring, scores into the ledger, the report renewed.
 
     Raises:
@@ -108,7 +125,13 @@ def score_run(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcom
         Path(run.spec.output),
         failed=run.failed,
         max_length=run.model.max_length,
-        block={"engine": dict(run.model.engine_key), "batch_check": check, "timings": dict(run.timings)},
+        block={
+            "engine": dict(run.model.engine_key),
+            "batch_check": check,
+            "timings": dict(run.timings),
+            "remark": run.spec.remark,
+            "calibration": dict(calibration or {}),
+        },
     )
     try:
         outcome = scorer(job)

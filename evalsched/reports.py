@@ -69,6 +69,8 @@ def to_json(data: ReportData) -> dict[str, Any]:
             }
         )
     found: dict[str, Any] = {"title": data.title, "folder": str(data.folder), "checkpoints": checkpoints}
+    found["left_out"] = [{"checkpoint": label, "what": what} for label, what in data.left_out]
+    found["calibration"] = dict(data.evaluated[-1].block.get("calibration") or {}) if data.evaluated else {}
     if data.job is not None:
         found["job"] = {
             "name": data.job.name,
@@ -252,6 +254,21 @@ def _facts(one: Evaluated) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found if value]
 
 
+def _calibration(one: Evaluated) -> list[dict[str, str]]:
+    """How well times were predicted, as it stood at the last checkpoint's scoring."""
+    return [
+        {
+            "what": name,
+            "count": f"{found['count']:,}",
+            "error": f"× {found['error']:.2f}",
+            "default_error": f"× {found['default_error']:.2f}",
+            "covered": f"{found['covered']:.0%}",
+        }
+        for name, found in sorted((one.block.get("calibration") or {}).items())
+        if found.get("count")
+    ]
+
+
 def _flag_rows(data: ReportData, limit: int = 200) -> list[dict[str, Any]]:
     rows = []
     for one in data.evaluated:
@@ -292,6 +309,8 @@ def _context(data: ReportData) -> dict[str, Any]:
         "faults": _fault_rows(data),
         "flags": _flag_rows(data),
         "facts": _facts(last) if last else [],
+        "left_out": data.left_out,
+        "calibration": _calibration(last) if last else [],
         "trends": _trends(data),
     }
 

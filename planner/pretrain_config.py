@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from planner.coalescing import Behind
 from planner.loading import Settings
 
 Positive = Annotated[int, Field(gt=0)]
@@ -179,6 +180,11 @@ class Evaluate(Settings):
     """Evaluate every n-th published checkpoint."""
     num_fewshot: NonNegative | None = None
     """Few-shot examples; the task's own number when left out."""
+    behind: Behind = "all"
+    """When evaluation falls behind: ``all`` evaluates every checkpoint, later; ``skip`` leaves out intermediate ones
+    that nobody has begun; ``limit`` takes fewer documents. The report says what was left out."""
+    deadline_seconds: Positive | None = None
+    """A report is wanted so many seconds after its checkpoint was published; it presses when that becomes tight."""
 
 
 class FaultKind(StrEnum):
