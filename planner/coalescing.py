@@ -1,8 +1,8 @@
 """What is done with a job's checkpoints when their evaluation falls behind: pure; the scheduler carries it out.
 
-Evaluation is *behind* when the work that waits for a job takes longer, on the slots that there are, than
-two intervals between its checkpoints (:data:`PATIENCE`): more come in than go out. A job's ``evaluate.behind`` says
-what then: ``all`` (evaluate every checkpoint, later), ``skip`` (leave out intermediate checkpoints that nobody has begun) or
+Evaluation is *behind* when the work that waits for a job takes longer, on the slots that there are, than two intervals
+between its checkpoints (:data:`PATIENCE`): more come in than go out. A job's ``evaluate.behind`` says what then:
+``all`` (evaluate every checkpoint, later), ``skip`` (leave out intermediate checkpoints that nobody has begun) or
 ``limit`` (fewer documents of the newest). What was left out is always said in the report.
 """
 

@@ -139,6 +139,12 @@ def _print_status(document: Mapping[str, Any], events: Sequence[Event]) -> None:
     )
     e = document["evaluation"]
     print(f"Evaluation: {e['queued']} queued, {e['running']} running, {e['done']} done, {e['workers']} workers")
+    for name, found in (e.get("calibration") or {}).items():
+        if found.get("count"):
+            print(
+                f"  predicted {name}: off by × {found['error']:.2f} (defaults × {found['default_error']:.2f}), "
+                f"{found['covered']:.0%} in the 80% interval, of {found['count']} measured"
+            )
     if document["decision"]:
         print(f"Decision: {document['decision']['reason']}")
         for holder, why in document["decision"].get("waiting", {}).items():

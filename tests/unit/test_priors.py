@@ -79,7 +79,7 @@ def test_every_finished_shard_makes_the_next_prediction_better_and_its_spread_ho
 
 def test_settings_do_not_teach_each_other_and_garbage_teaches_nothing() -> None:
     priors = Priors()
-    slow = dict(kind="shard", features={"read": 1.0}, default=1.0, predicted=1.0, spread=1.0)
+    slow = {"kind": "shard", "features": {"read": 1.0}, "default": 1.0, "predicted": 1.0, "spread": 1.0}
     for _ in range(10):
         priors.note(Observation(setting="cpu/vllm", measured=4.0, **slow))  # type: ignore[arg-type]
         priors.note(Observation(setting="cuda/vllm", measured=float("nan"), **slow))  # type: ignore[arg-type]
