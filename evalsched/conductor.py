@@ -313,6 +313,15 @@ class Conductor:
             return
         if self.dispatches.copies(out):
             return
+        if any(one.id not in run.open for one in out.shard.requests):
+            # It got somewhere this time: what kills whoever runs it comes first next time, and is counted then.
+            reached = f"{reason}; the rest of its shard goes on"
+            self.store.tell(
+                Action.SHARD_FAILED, job=run.spec.job, reason=reached, run=run.id, shard=out.shard.id,
+                worker=out.worker, attempts=out.attempts,
+            )  # fmt: skip
+            run.take_back(out, now, count=False)
+            return
         name = digest_of([run.id, out.shard.id])
         attempts = self.ledger.count_attempt(name, reason, {"run": run.id, "tasks": list(out.shard.tasks)})
         self.store.tell(

@@ -97,6 +97,11 @@ class EvaluationScheduler:
         self._finished = _finished_rows(store.document("evaluation"))
         self._conductor.restore()
 
+    @property
+    def conductor(self) -> Conductor:
+        """What runs the evaluations."""
+        return self._conductor
+
     def _fence(self) -> int:
         token = self._store.fence()
         if token is None:
