@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -43,6 +43,9 @@ from planner.events import Action
 from planner.leases import RenewStatus
 from planner.store import ClusterStore
 from planner.worker_table import WorkerTable
+
+if TYPE_CHECKING:
+    from evalsched.peer_staging import PeerStaging
 
 log = logging.getLogger("planaria.worker")
 
@@ -162,12 +165,16 @@ class Worker:
             if self._facts.get("state") == "busy":
                 self._idle.wait(LEAVE_SECONDS)
             self._answer(Left(worker=self.name, lease_token=self.place.token, reason=reason))
+            self._withdraw()
             self.table.forget(self.name)
             self._give_back()
         except PlanariaError as error:
             log.error("action=worker.leave reason=%s", error)
         finally:
             self._exit(int(code))
+
+    def _withdraw(self) -> None:
+        """Take back what others may have been told of this process."""
 
     def _give_back(self) -> None:
         """An agent sees this process end a moment later and confirms its slots; a node of its own leaves with it."""
@@ -248,8 +255,17 @@ class InferWorker(Worker):
         from evalsched.residency import Resident
 
         self.resident = Resident(threads=int(os.environ.get("OMP_NUM_THREADS", "1") or 1))
+        self.peers: PeerStaging | None = None
+        if place.lease is not None and store.secret is not None:
+            from evalsched.peer_staging import PeerStaging, address_towards
+
+            self.peers = self.resident.peers = PeerStaging(store, place.node, address_towards(store.url))
         self._first_memory: int | None = None
         self._loaded_memory = 0
+
+    def _withdraw(self) -> None:
+        if self.peers is not None:
+            self.peers.withdraw()
 
     @property
     def queue(self) -> str:

@@ -57,6 +57,7 @@ class StubResident:
     def __init__(self, threads: int = 1) -> None:
         self.engine = StubEngine()
         self.starts = self.swaps = 0
+        self.peers: Any = None
         self._held: str | None = None
 
     def hold(self, model: ModelRef, engine: Mapping[str, Any]) -> str | None:
