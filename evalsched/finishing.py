@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from evalsched.engine_check import compare_responses, sample_documents
 from evalsched.evaluation import answers_of, keep_scores, score_job
+from evalsched.judge import new_verdicts, read_verdicts
 from evalsched.ledger import Ledger
 from evalsched.metric_desk import MetricDesk, NoMetricWorkerError
 from evalsched.recording import (
@@ -66,6 +69,25 @@ def note_check(run: Run, responses: list[Response]) -> None:
     """Keep answers of the check's shard."""
     run.check = run.check if run.check is not None else {}
     run.check.setdefault("responses", []).extend(responses)
+
+
+def _known_verdicts(ledger: Ledger, run: Run) -> Path | None:
+    """What judges said before on these tasks, as a file; None where nobody did."""
+    found = ledger.verdicts(run.prepared.trials if run.prepared else ())
+    if not found:
+        return None
+    path = Path(run.spec.output) / ".known_verdicts.jsonl"
+    path.write_text("".join(json.dumps(one.to_json()) + "\n" for one in found), encoding="utf-8")
+    return path
+
+
+def _keep_verdicts(ledger: Ledger, output: Path, known: Path | None) -> None:
+    """New verdicts into the ledger, also those of a scoring that failed: they were paid for."""
+    fresh = new_verdicts(output)
+    ledger.put_verdicts(read_verdicts(fresh))
+    for path in (fresh, known):
+        if path is not None:
+            path.unlink(missing_ok=True)
 
 
 def record_somewhere(desk: MetricDesk, job: RecordJob, run: str) -> Recording:
@@ -133,10 +155,12 @@ def score_run(
             "calibration": dict(calibration or {}),
         },
     )
+    known = _known_verdicts(ledger, run)
     try:
-        outcome = scorer(job)
+        outcome = scorer(replace(job, verdicts=str(known) if known else ""))
     finally:
         Path(job.answers).unlink(missing_ok=True)
+        _keep_verdicts(ledger, Path(run.spec.output), known)
     keep_scores(ledger, run.prepared.trials, outcome)
     refresh_report(Path(run.spec.output))
     run.timings["score_seconds"] = time.monotonic() - started

@@ -20,6 +20,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
+from evalsched.judge import Verdict
 from evalsched.priors import Observation
 from evalsched.types import Request, RequestId, Response, Trial, canonical_json
 from planner.clock import Clock, SystemClock
@@ -115,6 +116,17 @@ shards = sa.Table(
     sa.Column("reason", sa.Text, nullable=False),
     sa.Column("payload", sa.Text, nullable=False),
     sa.Column("updated", sa.Float(53), nullable=False),
+)
+verdicts = sa.Table(
+    "verdicts",
+    metadata,
+    sa.Column("key", sa.String(32), primary_key=True),
+    sa.Column("task", sa.Text, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("prompt", sa.Text, nullable=False),
+    sa.Column("reply", sa.Text, nullable=False),
+    sa.Column("tokens", sa.Integer, nullable=False),
+    sa.Column("written", sa.Float(53), nullable=False),
 )
 observations = sa.Table(
     "observations",
@@ -483,6 +495,25 @@ class Ledger:
             rows = [dict(row) for row in connection.execute(query).mappings()]
         return [row | {"payload": json.loads(row["payload"])} for row in rows]
 
+    # ------------------------------------------------------------ what judges said
+
+    def put_verdicts(self, found: Iterable[Verdict]) -> None:
+        """Keep a judge's verdicts; the first one to a prompt stands."""
+        now = self._clock.time()
+        rows = [
+            {name: _without_nul(value) for name, value in one.to_json().items()} | {"written": now} for one in found
+        ]
+        if rows:
+            with self._transaction(write=True) as connection:
+                self._insert_ignore(connection, verdicts, rows, ["key"])
+
+    def verdicts(self, tasks: Iterable[str], count: int = 50_000) -> list[Verdict]:
+        """The newest ``count`` verdicts on these tasks."""
+        query = sa.select(verdicts).where(verdicts.c.task.in_(sorted(tasks)))
+        with self._transaction() as connection:
+            rows = connection.execute(query.order_by(verdicts.c.written.desc()).limit(count)).mappings().all()
+        return [Verdict.from_json(row) for row in rows]
+
     # ------------------------------------------------------------ what things cost
 
     def put_observations(self, found: Iterable[Observation]) -> None:
@@ -509,6 +540,10 @@ class Ledger:
 
 
 # ---------------------------------------------------------------- rows
+
+
+def _without_nul(value: Any) -> Any:
+    return value.replace("\x00", "") if isinstance(value, str) else value  # PostgreSQL's text takes no NUL
 
 
 def _to_observation(row: sa.RowMapping) -> Observation:

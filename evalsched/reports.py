@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,7 @@ def _facts(one: Evaluated) -> list[tuple[str, str]]:
     check = one.block.get("batch_check")
     if isinstance(check, dict):
         found += [(f"batch check: {name}", str(value)) for name, value in check.items() if not isinstance(value, list)]
+    found += _judged(one.path.parent)
     timings = one.block.get("timings", {})
     found += [(name.replace("_", " "), f"{value:.2f}") for name, value in timings.items()
               if isinstance(value, (int, float))]  # fmt: skip
@@ -267,6 +269,19 @@ def _calibration(one: Evaluated) -> list[dict[str, str]]:
         for name, found in sorted((one.block.get("calibration") or {}).items())
         if found.get("count")
     ]
+
+
+def _judged(folder: Path) -> list[tuple[str, str]]:
+    """What judge metrics cost, and where their prompts are."""
+    try:
+        data = json.loads((folder / "judge.json").read_text(encoding="utf-8"))
+        rows = [("judge", f"{data['asked']} asked, {data['from_cache']} known, {data['tokens']:,} tokens")]
+        for task, facts in data["tasks"].items():
+            unreadable = f", {facts['unreadable']} without a verdict" if facts["unreadable"] else ""
+            rows.append((f"judge of {task}", f"{facts['model']}{unreadable}; prompts in judge_{task}.jsonl"))
+        return rows
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _flag_rows(data: ReportData, limit: int = 200) -> list[dict[str, Any]]:
