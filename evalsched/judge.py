@@ -241,8 +241,8 @@ def _client(settings: JudgeSettings) -> Any:
 class JudgeTask:
     """How a task's answers are judged.
 
-    ``name``: the task's own name, under which verdicts are kept. ``template``: the prompt, with the document's fields and ``{answer}`` in braces. ``low`` and ``high`` are the ends
-    of the judge's scale; scores are told from 0 to 1.
+    ``name``: the task's own name, under which verdicts are kept. ``template``: the prompt, with the document's fields
+    and ``{answer}`` in braces. ``low`` and ``high`` are the ends of the judge's scale; scores are told from 0 to 1.
     """
 
     name: str

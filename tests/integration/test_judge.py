@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,14 @@ import pytest
 
 from evalsched.judge import Judge, JudgeSettings, JudgeTask, Pace, Verdict, judging, new_verdicts, read_verdicts
 from evalsched.ledger import Ledger, sqlite_url
+from evalsched.recording import RecordJob, record_in_subprocess
+from evalsched.scoring import ScoreJob, score_in_subprocess, write_answers
+from evalsched.types import EvalSettings
 from planner.errors import BadInputError, WorkFailedError
+from tests.support.hash_lm import respond
 from tests.support.judge_server import judge_server
+from tests.support.lm_tasks import write_tasks
+from tests.support.tiny_model import write_model
 
 TASK = JudgeTask("kindness", "Q: {question} A: {answer} {left alone}. Rate it [[1]] to [[10]].", low=1, high=10)
 
@@ -96,9 +103,8 @@ def test_replies_are_read_on_the_scale_or_not_at_all() -> None:
     assert TASK.read("ten out of ten") is None
     assert TASK.score({}, [[0.5, None, 1.0]]) == {"judge": 0.75}
     assert TASK.score({}, [[None]]) == {}
-    assert (
-        TASK.prompt({"question": "{answer}?"}, "a{b}") == "Q: {answer}? A: a{b} {left alone}. Rate it [[1]] to [[10]]."
-    )
+    prompt = TASK.prompt({"question": "{answer}?"}, "a{b}")
+    assert prompt == "Q: {answer}? A: a{b} {left alone}. Rate it [[1]] to [[10]].", "nothing is filled in twice"
 
 
 def test_a_scoring_keeps_prompts_and_the_ledger_keeps_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,3 +140,59 @@ def test_without_an_endpoint_the_error_names_what_to_set() -> None:
     with pytest.raises(BadInputError, match="not above 0"):
         JudgeSettings.from_environment(one | {"PLANARIA_JUDGE_BUDGET": "0"})
     assert JudgeSettings.from_environment(one | {"OPENAI_API_KEY": "k"}).key == "k"
+
+
+UTILS = """
+from evalsched.judge import JudgeTask
+
+kindness = JudgeTask("kindness", "Q: {question} A: {answer} Rate it [[1]] to [[10]].", low=1, high=10)
+judge, judge_score = kindness.filter, kindness.score
+"""
+YAML = """
+task: kindness
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: ""
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}
+filter_list:
+  - {name: judge, filter: [{function: custom, filter_fn: !function utils.judge}]}
+process_results: !function utils.judge_score
+metric_list: [{metric: judge, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.timeout(300)
+def test_lm_eval_scores_a_judged_task_and_a_budget_fails_that_task_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANARIA_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "tasks"
+    write_tasks(folder, documents=4)
+    (folder / "judged").mkdir()
+    (folder / "judged" / "utils.py").write_text(UTILS)
+    data = folder / "judged" / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": f"q{number}?"}) + "\n" for number in range(4)))
+    (folder / "judged" / "kindness.yaml").write_text(YAML.replace("DATA", str(data)))
+    model = write_model(tmp_path / "model")
+    chosen = EvalSettings(tasks=("kindness", "choice_plain"), include_path=(str(folder),), bootstrap_iters=0)
+    recording = record_in_subprocess(RecordJob(settings=chosen, tokenizer=str(model)))
+    write_answers(tmp_path / "answers", map(respond, recording.requests()))
+    with judge_server(lambda prompt, number: "[[10]]" if "q1" in prompt else "[[1]]") as server:
+        monkeypatch.setenv("PLANARIA_JUDGE_URL", server.url)
+        monkeypatch.setenv("PLANARIA_JUDGE_MODEL", "judge")
+        job = ScoreJob(
+            settings=chosen, model=str(model), tokenizer=str(model), recording=str(recording.folder),
+            answers=str(tmp_path / "answers"), output=str(tmp_path / "out"),
+        )  # fmt: skip
+        first = score_in_subprocess(job)
+        assert first.metrics["kindness"]["judge,judge"] == 0.25
+        assert first.failed == {}
+        monkeypatch.setenv("PLANARIA_JUDGE_BUDGET", "150")
+        monkeypatch.setenv("PLANARIA_JUDGE_CONCURRENT", "1")
+        poor = score_in_subprocess(replace(job, output=str(tmp_path / "poor")))
+    assert "budget" in poor.failed["kindness"]
+    assert set(poor.metrics) == {"choice_plain"}
+    assert len(read_verdicts(new_verdicts(tmp_path / "poor"))) == 2
