@@ -27,7 +27,7 @@ from evalsched.finishing import (
     score_somewhere,
 )
 from evalsched.ledger import Ledger
-from evalsched.messages import ANSWERS, Answers, Ended, Left
+from evalsched.messages import ANSWERS, Answers, Ended, Left, ModelRef
 from evalsched.metric_desk import MetricDesk
 from evalsched.roster import Roster, stands_still
 from evalsched.runs import SHORTEST_SHARD, Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare
@@ -61,6 +61,7 @@ class Conductor:
         device: what the workers' engines run on.
         kill_worker: ends a worker that hangs.
         scorer: scores a run whose responses are all in; by default on a metric worker, or else in a subprocess.
+        stage: brings a model into the memory of nodes that are likely to run it, before they have a worker.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Conductor:
         device: str = "cpu",
         kill_worker: Callable[[str, str], None] = lambda worker, reason: None,
         scorer: Callable[[ScoreJob], ScoreOutcome] | None = None,
+        stage: Callable[[ModelRef], None] = lambda model: None,
     ) -> None:
         self.store = store
         self.ledger = ledger
@@ -86,6 +88,7 @@ class Conductor:
         self._reader = "evaluation.responses"
         self.desk = MetricDesk(self.table, self.dispatches.post, lambda: self.roster.metric())
         self._scorer = scorer
+        self._stage = stage
         self._position = store.position(self._reader)
         self._work: dict[str, Future[Any]] = {}
         self._recording = threading.Lock()
@@ -403,6 +406,8 @@ class Conductor:
     def _identified(self, run: Run, model: Identified) -> None:
         run.model = model
         self._set_state(run, TrialState.RECORDING)
+        if model.ref.stage:
+            self._stage(model.ref)
         self._warm(run)
         self._submit(run, self._prepare, run.spec, model)
 

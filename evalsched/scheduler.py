@@ -21,13 +21,14 @@ from evalsched.arrears import Arrears
 from evalsched.conductor import Conductor
 from evalsched.costs import CPU_FLOPS, GPU_FLOPS
 from evalsched.ledger import Ledger, sqlite_url
+from evalsched.messages import ModelRef
 from evalsched.runs import Run, RunSpec
 from evalsched.types import EvalSettings
 from planner.errors import FencedError, PlanariaError, one_line
 from planner.events import TERMINAL, Action, Event, TrialState
 from planner.leases import Lease
 from planner.manifest import step_dir_name
-from planner.messages import CommandFailed, StartWorker, StopWorker, WorkerExited
+from planner.messages import CommandFailed, Stage, StartWorker, StopWorker, WorkerExited
 from planner.packing import slots_wanted
 from planner.store import ClusterStore, Demand, Request
 
@@ -40,6 +41,8 @@ LINGER_SECONDS = 20.0
 """How long slots are kept after the last work, so that the next checkpoint finds a loaded engine."""
 START_TIMEOUT = 60.0
 """Seconds after which a worker that was asked for and never spoke is asked for again."""
+STAGED_AHEAD = 8
+"""Most nodes that a model is brought to before evaluation has slots there."""
 FRUITLESS_STARTS = 3
 GRACE_SECONDS = 5.0
 STATUS_SECONDS = 0.5
@@ -84,7 +87,7 @@ class EvaluationScheduler:
         self._token = self._fence()
         self._conductor = Conductor(
             store, Ledger(self._ledger_url, self._token), make_app(store.url), device=self._device(),
-            kill_worker=self._kill_worker,
+            kill_worker=self._kill_worker, stage=self._stage,
         )  # fmt: skip
         self._posts: dict[int, _Post] = {}
         self._read_to = _Positions(
@@ -350,6 +353,15 @@ class EvaluationScheduler:
             self._store.release(post.lease, reason="no worker was on it")
             return
         self._store.send_command(post.lease.node, StopWorker(worker=post.worker, grace_seconds=GRACE_SECONDS))
+
+    def _stage(self, model: ModelRef) -> None:
+        """Nodes that evaluation has slots of, then those with the most: as many as it may come to use."""
+        nodes = [node for node in self._store.nodes() if node.kind == "agent"]
+        mine = {post.lease.node for post in self._posts.values()}
+        nodes.sort(key=lambda node: (node.name not in mine, -node.slots, node.name))
+        _, shards = self._conductor.backlog()
+        for node in nodes[: max(1, len(mine), min(shards, STAGED_AHEAD))]:
+            self._store.send_command(node.name, Stage(path=model.path, digest=model.digest))
 
     def _kill_worker(self, worker: str, reason: str) -> None:
         for post in self._posts.values():

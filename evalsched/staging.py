@@ -170,7 +170,10 @@ def _bring(source: Path, target: Path, digest: str, copy: Copy) -> None:
             if not left:
                 raise BadInputError(f"{source}: its digest is {found}, {digest} was asked for; it changed meanwhile")
             left = False  # what was left was of another content: once more from the start
-        work.rename(target)
+        with contextlib.suppress(OSError):
+            work.rename(target)
+        if not target.is_dir():
+            raise OSError("the copy could not be moved into place")
     except (OSError, shutil.Error) as error:
         shutil.rmtree(work, ignore_errors=True)
         raise BadInputError(f"{source}: cannot be staged ({one_line(error)})") from error
@@ -205,16 +208,32 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Stage ``PATH DIGEST`` and print where it lies; the reference is this process's and ends with it."""
+    """Stage ``PATH DIGEST`` and print where it lies, or ``--drop DIGEST``. The reference is this process's and ends
+    with it. In a cluster (``PLANARIA_URL``) it comes from a peer where one has it."""
     if len(sys.argv) != 3:
-        print("usage: python -m evalsched.staging PATH DIGEST", file=sys.stderr)
+        print("usage: python -m evalsched.staging PATH DIGEST | --drop DIGEST", file=sys.stderr)
         return 2
     try:
-        print(stage(Path(sys.argv[1]), sys.argv[2]).folder)
+        if sys.argv[1] == "--drop":
+            unstage(sys.argv[2])
+        else:
+            print(stage(Path(sys.argv[1]), sys.argv[2], copy=_from_peers()).folder)
     except PlanariaError as error:
         print(f"planaria: {one_line(error)}", file=sys.stderr)
         return int(error.exit_code)
     return 0
+
+
+def _from_peers() -> Copy | None:
+    if "PLANARIA_URL" not in os.environ or "PLANARIA_NODE" not in os.environ:
+        return None
+    from evalsched.peer_staging import PeerStaging, address_towards
+    from planner.cluster import connect
+
+    store, _ = connect(None, None)
+    if store.secret is None:
+        return None
+    return PeerStaging(store, os.environ["PLANARIA_NODE"], address_towards(store.url)).copy
 
 
 if __name__ == "__main__":

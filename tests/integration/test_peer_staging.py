@@ -117,3 +117,32 @@ def test_what_a_peer_gives_is_verified_and_goes_on_after_a_break(store: ClusterS
     finally:
         holder.close()
         taker.close()
+
+
+def test_an_agents_command_gets_a_model_from_a_peer_and_drops_it(store: ClusterStore, tmp_path: Path) -> None:
+    """What an agent runs for ``stage`` and ``unstage``: the source itself is not reachable from this node."""
+    source, digest = model(tmp_path / "model", megabytes=1)
+    (tmp_path / "secret").write_text(str(store.secret))
+    own = {"PLANARIA_URL": store.url, "PLANARIA_SECRET_FILE": str(tmp_path / "secret"), "PLANARIA_NODE": "n2",
+           "PLANARIA_SHM": str(tmp_path / "n2")}  # fmt: skip
+    nowhere = tmp_path / "nowhere"
+    nowhere.mkdir()
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "evalsched.staging", *arguments]
+        return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
+
+    holder = PeerStaging(store, "holder", root=tmp_path / "h")
+    try:
+        stage(source, digest, root=tmp_path / "h", budget=1 << 30, copy=holder.copy)
+        holder.announce(digest)
+        done = run(str(nowhere), digest)
+        assert done.returncode == 0, done.stderr
+        staged = Path(done.stdout.strip())
+        assert staged == tmp_path / "n2" / "models" / digest
+        assert model_digest(staged) == digest
+        assert run("--drop", digest).returncode == 0
+        assert not staged.exists()
+        assert run("one").returncode == 2
+    finally:
+        holder.close()
