@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +17,14 @@ from statistics import median
 from typing import Any
 
 from evalsched.evaluate import run_to_end
+from evalsched.judge import JudgeTask, judging
 from evalsched.ledger import Ledger, sqlite_url
 from evalsched.local import WORKER, LocalFleet
 from evalsched.runs import RunSpec
 from evalsched.types import EvalSettings
 from planner.auth import new_secret
 from planner.events import Action
-from planner.redis_server import start_redis
+from planner.redis_server import free_port, start_redis
 from planner.store import ClusterStore
 from tests.bench.figures import Figure
 from tests.support.fleet_chaos import chaos
@@ -38,15 +40,12 @@ PATIENCE = 300.0
 def measure(quick: bool) -> list[Figure]:
     """All figures; ``quick`` takes fewer repetitions."""
     figures: list[Figure] = []
-    for part in (_revocations, _kills, _engines, _chaos):
+    for part in (_revocations, _kills, _engines, _judge, _chaos):
         folder = Path(tempfile.mkdtemp(prefix="planaria-bench-"))
-        old = os.environ.get("PLANARIA_CACHE")
         try:
             figures += part(folder, quick)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            if old is None:
-                os.environ.pop("PLANARIA_CACHE", None)
     return figures
 
 
@@ -205,6 +204,50 @@ def _engines(folder: Path, quick: bool) -> list[Figure]:
         Figure(name="an engine's start against a swap (135 M)", value=ratio, unit="×", bar="at least 10 ×",
                reached=ratio >= 10, note=f"start {starts[0]:.1f} s, without the process and its imports"),
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- a judge that is a real server
+
+
+def _judge(folder: Path, quick: bool) -> list[Figure]:
+    """vLLM's own OpenAI-compatible server with a 135 M model judges answers; the second time nobody is asked."""
+    port, log = free_port(), folder / "server.log"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm()), "--port", str(port),
+        "--host", "127.0.0.1", "--served-model-name", "judge", "--enforce-eager", "--max-model-len", "1024",
+    ]  # fmt: skip
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as stream:
+        server = subprocess.Popen(command, env=os.environ | own, stdout=stream, stderr=stream, start_new_session=True)
+    task = JudgeTask("kindness", "Rate how kind this is, from [[1]] to [[10]]: {question} {answer}", low=1, high=10)
+    docs = [{"question": f"Question {number}?"} for number in range(4 if quick else 12)]
+    os.environ["PLANARIA_JUDGE_URL"], os.environ["PLANARIA_JUDGE_MODEL"] = f"http://127.0.0.1:{port}/v1", "judge"
+    try:
+        await_that(lambda: _listens(port) or server.poll() is not None, PATIENCE)
+        assert server.poll() is None, log.read_text(errors="replace")[-2000:]
+        found = []
+        for _ in range(2):
+            with judging(folder, None) as session:
+                task.filter([["Have a nice day."]] * len(docs), docs)
+            found.append(session.judge)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    first, again = found
+    return [
+        Figure(name=f"verdicts of a real vLLM server (SmolLM2-135M), of {len(docs)} asked for", value=first.asked, unit="",
+               bar=str(len(docs)), reached=first.asked == len(docs), note=f"{first.spent:,} tokens"),
+        Figure(name="asked again when the same answers are scored again", value=again.asked, unit="", bar="0",
+               reached=again.asked == 0),
+    ]  # fmt: skip
+
+
+def _listens(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 # ---------------------------------------------------------------- a thousand random kills
