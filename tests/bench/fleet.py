@@ -235,7 +235,7 @@ def _judge(folder: Path, quick: bool) -> list[Figure]:
         server.wait()
     first, again = found
     return [
-        Figure(name=f"verdicts of a real vLLM server (SmolLM2-135M), of {len(docs)} asked for", value=first.asked, unit="",
+        Figure(name=f"verdicts of a real vLLM server (SmolLM2-135M), of {len(docs)}", value=first.asked, unit="",
                bar=str(len(docs)), reached=first.asked == len(docs), note=f"{first.spent:,} tokens"),
         Figure(name="asked again when the same answers are scored again", value=again.asked, unit="", bar="0",
                reached=again.asked == 0),
