@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from evalsched.finishing import (
     note_check,
     record_somewhere,
     say_skipped,
+    score_early,
     score_run,
     score_somewhere,
 )
@@ -42,6 +44,8 @@ from planner.worker_table import WorkerTable
 
 log = logging.getLogger("planaria.evaluation")
 
+PROGRESS_SHARE = 0.25
+"""An attempt that answered so much of its shard is not counted as a failed one."""
 SWAP_SECONDS = 1.0
 """What another checkpoint costs a worker that holds one."""
 LAST_WORD_SECONDS = 2.0
@@ -316,7 +320,8 @@ class Conductor:
             return
         if self.dispatches.copies(out):
             return
-        if any(one.id not in run.open for one in out.shard.requests):
+        answered = sum(one.id not in run.open for one in out.shard.requests)
+        if answered >= PROGRESS_SHARE * len(out.shard.requests):
             # It got somewhere this time: what kills whoever runs it comes first next time, and is counted then.
             reached = f"{reason}; the rest of its shard goes on"
             self.store.tell(
@@ -371,6 +376,9 @@ class Conductor:
                 self._take_result(run, future, now)
             elif future is None and not run.over:
                 self._advance(run, now)
+            if run.state is TrialState.RUNNING:
+                for task in run.early_tasks():  # a long metric overlaps with the other tasks' inference
+                    run.early[task] = in_background(score_early, run, self.ledger, self._scorer_of(run), task)
 
     def _take_result(self, run: Run, future: Future[Any], now: float) -> None:
         if run.over:
@@ -433,6 +441,7 @@ class Conductor:
         costs = {request.id: run.predictor.seconds(request) for request in found.open}
         run.open = set(costs)
         run.longest = max(costs.values(), default=0.0)
+        run.left = Counter(one.task for one in costs)
         todo = [request for request in found.open if request.id not in out] if out else found.open
         total = sum(costs.values())
         run.usual = min(run.spec.target_seconds, max(SHORTEST_SHARD, total / (3 * max(1, self.expected_workers))))
@@ -486,8 +495,11 @@ class Conductor:
         return self._dispatch(run, WaitingShard(shard=shard), live[0], now, check=True)
 
     def _score(self, run: Run) -> ScoreOutcome:
-        scorer = self._scorer or (lambda job: score_somewhere(self.desk, job, run.id))
-        return score_run(run, self.ledger, scorer, self.estimates.calibration())
+        wait(run.early.values())  # what they leave is used here
+        return score_run(run, self.ledger, self._scorer_of(run), self.estimates.calibration())
+
+    def _scorer_of(self, run: Run) -> Callable[[ScoreJob], ScoreOutcome]:
+        return self._scorer or (lambda job: score_somewhere(self.desk, job, run.id))
 
     def _scored(self, run: Run, outcome: ScoreOutcome, now: float) -> None:
         run.outcome, run.ended = outcome, now

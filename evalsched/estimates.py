@@ -123,7 +123,10 @@ class Estimates:
         """A run's metrics were computed in ``seconds``."""
         if run.prepared is not None:
             facts = _facts(run.prepared.recording)
-            known = {task: one for task, one in facts.items() if task not in run.failed}
+            for task, early in run.early.items():
+                if early.done() and early.exception() is None and (own := early.result()) is not None:
+                    self._note(self.priors.metric_observed({task: facts[task]}, own))
+            known = {task: one for task, one in facts.items() if task not in run.failed and task not in run.early}
             if known:
                 self._note(self.priors.metric_observed(known, seconds))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +16,7 @@ from evalsched.evaluation import answers_of, keep_scores, score_job
 from evalsched.judge import new_verdicts, read_verdicts
 from evalsched.ledger import Ledger
 from evalsched.metric_desk import MetricDesk, NoMetricWorkerError
+from evalsched.program_cache import NAME as PROGRAMS
 from evalsched.recording import (
     Recording,
     RecordJob,
@@ -26,7 +29,10 @@ from evalsched.reports import refresh_report
 from evalsched.runs import Run
 from evalsched.scoring import ScoreJob, ScoreOutcome, score_in_subprocess
 from evalsched.types import Request, Response, Shard, digest_of
+from planner.errors import PlanariaError, one_line
 from planner.files import write_json
+
+log = logging.getLogger("planaria.evaluation")
 
 SKIPPED = "skipped.json"
 """Beside where a checkpoint's results would be: why there are none."""
@@ -71,12 +77,13 @@ def note_check(run: Run, responses: list[Response]) -> None:
     run.check.setdefault("responses", []).extend(responses)
 
 
-def _known_verdicts(ledger: Ledger, run: Run) -> Path | None:
-    """What judges said before on these tasks, as a file; None where nobody did."""
+def _known_verdicts(ledger: Ledger, run: Run, folder: Path) -> Path | None:
+    """What judges said before on these tasks, as a file in ``folder``; None where nobody did."""
     found = ledger.verdicts(run.prepared.trials if run.prepared else ())
     if not found:
         return None
-    path = Path(run.spec.output) / ".known_verdicts.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".known_verdicts.jsonl"
     path.write_text("".join(json.dumps(one.to_json()) + "\n" for one in found), encoding="utf-8")
     return path
 
@@ -85,7 +92,7 @@ def _keep_verdicts(ledger: Ledger, output: Path, known: Path | None) -> None:
     """New verdicts into the ledger, also those of a scoring that failed: they were paid for."""
     fresh = new_verdicts(output)
     ledger.put_verdicts(read_verdicts(fresh))
-    for path in (fresh, known):
+    for path in (fresh, known, output / PROGRAMS):
         if path is not None:
             path.unlink(missing_ok=True)
 
@@ -116,6 +123,32 @@ def score_somewhere(desk: MetricDesk, job: ScoreJob, run: str) -> ScoreOutcome:
         return ScoreOutcome.from_json(desk.call("score", job.to_json(), run))
     except NoMetricWorkerError:
         return score_in_subprocess(job)
+
+
+def score_early(run: Run, ledger: Ledger, scorer: Callable[[ScoreJob], ScoreOutcome], task: str) -> float | None:
+    """Compute one task's metrics while others are being answered, for the verdicts that it leaves; its seconds.
+
+    What goes wrong here goes wrong again, and is told, in the scoring at the end: None.
+    """
+    if run.prepared is None or run.model is None:
+        return None
+    output = Path(run.spec.output)
+    scratch = output / f".early-{digest_of(task)[:8]}"
+    started = time.monotonic()
+    others = dict.fromkeys(set(run.prepared.trials) - {task}, "not answered yet")
+    known = _known_verdicts(ledger, run, scratch)
+    try:
+        job = score_job(
+            ledger, {task: run.prepared.trials[task]}, run.prepared.recording, run.spec.settings, run.model.model,
+            scratch, failed=others, max_length=run.model.max_length,
+        )  # fmt: skip
+        scorer(replace(job, verdicts=str(known) if known else "", keep=str(output)))
+    except PlanariaError as error:
+        log.warning("action=score.early task=%s reason=%s", task, one_line(error))
+        return None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return time.monotonic() - started
 
 
 def score_run(
@@ -155,7 +188,7 @@ def score_run(
             "calibration": dict(calibration or {}),
         },
     )
-    known = _known_verdicts(ledger, run)
+    known = _known_verdicts(ledger, run, Path(run.spec.output))
     try:
         outcome = scorer(replace(job, verdicts=str(known) if known else ""))
     finally:

@@ -295,10 +295,12 @@ class Session:
     Args:
         output: the results' folder.
         known: file of verdicts that the ledger holds.
+        keep: where new verdicts go; ``output`` when left out.
     """
 
-    def __init__(self, output: Path, known: Path | None = None) -> None:
+    def __init__(self, output: Path, known: Path | None = None, keep: Path | None = None) -> None:
         self._output = output
+        self._fresh = new_verdicts(keep or output)
         self._known = known
         self._judge: Judge | None = None
         self._notes: dict[str, dict[str, Any]] = {}
@@ -311,12 +313,12 @@ class Session:
             BadInputError: no endpoint is set.
         """
         if self._judge is None:
-            known = {one.key: one for path in (self._known, new_verdicts(self._output)) for one in read_verdicts(path)}
+            known = {one.key: one for path in (self._known, self._fresh) for one in read_verdicts(path)}
             self._judge = Judge(JudgeSettings.from_environment(), known, self._keep)
         return self._judge
 
     def _keep(self, verdict: Verdict) -> None:
-        with new_verdicts(self._output).open("a", encoding="utf-8") as stream:
+        with self._fresh.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(verdict.to_json()) + "\n")
 
     def note(self, task: str, verdicts: Sequence[Verdict], scores: Sequence[float | None]) -> None:
@@ -334,10 +336,12 @@ class Session:
     def close(self) -> None:
         """Write the summary that the report shows."""
         if self._judge is not None:
-            judge = self._judge
+            judge, fresh = self._judge, read_verdicts(self._fresh)
+            answers = sum(facts["answers"] for facts in self._notes.values())
             found = {
-                "tasks": self._notes, "asked": judge.asked, "from_cache": judge.from_cache, "tokens": judge.spent,
-                "budget": judge.settings.budget_tokens, "endpoint": judge.settings.url,
+                "tasks": self._notes, "asked": len(fresh), "from_cache": max(0, answers - len(fresh)),
+                "tokens": sum(one.tokens for one in fresh), "budget": judge.settings.budget_tokens,
+                "endpoint": judge.settings.url,
             }  # fmt: skip
             (self._output / SUMMARY).write_text(json.dumps(found, indent=2) + "\n")
 
@@ -358,9 +362,9 @@ def current() -> Session:
 
 
 @contextlib.contextmanager
-def judging(output: Path, known: Path | None) -> Iterator[Session]:
+def judging(output: Path, known: Path | None, keep: Path | None = None) -> Iterator[Session]:
     """Open a session for the scoring inside."""
-    session = Session(output, known)
+    session = Session(output, known, keep)
     _sessions.append(session)
     try:
         yield session

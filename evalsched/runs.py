@@ -7,7 +7,9 @@ returns values.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -29,6 +31,8 @@ from planner.packing import PendingShard, RunView
 
 MANY_REQUESTS = 20_000
 """Requests from which on the garbage collector is told that they stay."""
+EARLY_SECONDS = 10.0
+"""A metric that is expected to take so long is computed as soon as its task is answered."""
 SHORTEST_SHARD = 0.3
 """Seconds below which no shard is cut."""
 RETRY_SECONDS = 0.5
@@ -188,6 +192,10 @@ class Run:
     """Costs of its model by what was known when its requests were cut."""
     tails: dict[str, float] = field(default_factory=dict)
     """CPU seconds of each task's metrics."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Unanswered requests per task."""
+    early: dict[str, Future[float | None]] = field(default_factory=dict)
+    """Tasks whose metrics were computed, or are being, before the others were answered: the seconds of it."""
     longest: float = 0.0
     """Estimated seconds of its longest request."""
     usual: float = inf
@@ -256,6 +264,8 @@ class Run:
         """Requests were answered."""
         fresh = [one for one in ids if one in self.open]
         self.open.difference_update(fresh)
+        for one in fresh:
+            self.left[one.task] -= 1
         self.pace.closed(fresh, now)
 
     def fail_task(self, tasks: Collection[str], reason: str) -> None:
@@ -275,6 +285,16 @@ class Run:
         """Estimated seconds on one slot of what is not answered."""
         left = self.pace.left(1, 0.0) if self.pace.measured else None
         return sum(self.pace.open.values()) if left is None else left
+
+    def early_tasks(self) -> list[str]:
+        """Tasks that are answered, whose metrics take long, while others are not answered yet."""
+        if not self.open:
+            return []
+        return [
+            task
+            for task, seconds in self.tails.items()
+            if seconds >= EARLY_SECONDS and self.left[task] <= 0 and task not in self.early and task not in self.failed
+        ]
 
     @property
     def begun(self) -> bool:
