@@ -184,7 +184,7 @@ class Zygote:
     def close(self) -> None:
         """End it; workers end with it."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
 
 def alive(pid: int) -> bool:
