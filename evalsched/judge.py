@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from evalsched.types import digest_of
-from planner.errors import BadInputError, WorkFailedError, one_line
+from planner.errors import BadInputError, PlanariaError, WorkFailedError, one_line
 
 PATTERN = r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]"
 """How a verdict is found in a reply: the last match counts."""
@@ -237,6 +237,10 @@ def _client(settings: JudgeSettings) -> Any:
 # ---------------------------------------------------------------- tasks
 
 
+class UnjudgedError(RuntimeError):
+    """A task's answers could not be judged."""
+
+
 @dataclass(frozen=True)
 class JudgeTask:
     """How a task's answers are judged.
@@ -274,7 +278,10 @@ class JudgeTask:
         groups = [list(group) for group in resps]
         prompts = [self.prompt(doc, one) for group, doc in zip(groups, docs, strict=True) for one in group]
         session = current()
-        verdicts = session.judge.ask(self.name, prompts)
+        try:
+            verdicts = session.judge.ask(self.name, prompts)
+        except PlanariaError as error:  # this task's alone: the others are scored
+            raise UnjudgedError(one_line(error)) from error
         scores = [self.read(verdict.reply) for verdict in verdicts]
         session.note(self.name, verdicts, scores)
         left = iter(scores)
