@@ -442,6 +442,9 @@ class Conductor:
         run.open = set(costs)
         run.longest = max(costs.values(), default=0.0)
         run.left = Counter(one.task for one in costs)
+        run.keeping = frozenset(
+            one.task for one in found.recording.tasks if one.unsafe_code or one.sandboxed or one.judged
+        )
         todo = [request for request in found.open if request.id not in out] if out else found.open
         total = sum(costs.values())
         run.usual = min(run.spec.target_seconds, max(SHORTEST_SHARD, total / (3 * max(1, self.expected_workers))))

@@ -10,6 +10,7 @@ A task's ``utils.py`` makes a :class:`JudgeTask` and its YAML names the two func
     filter_list: [{name: judge, filter: [{function: custom, filter_fn: !function utils.judge}]}]
     process_results: !function utils.judge_score
     metric_list: [{metric: judge, aggregation: mean, higher_is_better: true}]
+    metadata: {judge: true}
 
 The endpoint is set by the environment (:class:`JudgeSettings`). Every verdict is appended to a file as it comes and
 goes from there into the ledger, so that neither a killed scoring nor another one of the same answers pays twice; the

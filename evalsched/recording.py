@@ -54,6 +54,8 @@ class RecordedTask:
     unsafe_code: bool
     """Its metric runs code that the model wrote."""
     sandboxed: bool = False
+    judged: bool = False
+    """Another model judges its answers (``metadata: {judge: true}``): their verdicts can be kept."""
     """It runs that code in our sandbox (its ``metadata`` says ``sandbox: planaria``)."""
 
 
@@ -344,6 +346,7 @@ def record(job: RecordJob, root: Path | None = None) -> Recording:
             output_type=task.output_type,
             unsafe_code=task.unsafe_code,
             sandboxed=task.sandboxed,
+            judged=task.judged,
         )
         for task in recorded.tasks
     ]

@@ -194,6 +194,8 @@ class Run:
     """CPU seconds of each task's metrics."""
     left: Counter[str] = field(default_factory=Counter)
     """Unanswered requests per task."""
+    keeping: frozenset[str] = frozenset()
+    """Tasks whose verdicts are kept between scorings: programs that are run, answers that are judged."""
     early: dict[str, Future[float | None]] = field(default_factory=dict)
     """Tasks whose metrics were computed, or are being, before the others were answered: the seconds of it."""
     longest: float = 0.0
@@ -293,7 +295,11 @@ class Run:
         return [
             task
             for task, seconds in self.tails.items()
-            if seconds >= EARLY_SECONDS and self.left[task] <= 0 and task not in self.early and task not in self.failed
+            if seconds >= EARLY_SECONDS
+            and task in self.keeping
+            and self.left[task] <= 0
+            and task not in self.early
+            and task not in self.failed
         ]
 
     @property

@@ -322,6 +322,7 @@ def test_a_long_metric_begins_while_other_tasks_are_answered(world: World, tmp_p
         one.start()
 
         def over() -> bool:
+            run.keeping = frozenset({"choice_plain"})
             conductor.tick(time.time())
             one.watch(conductor, time.time())
             return run.over

@@ -161,6 +161,7 @@ filter_list:
   - {name: judge, filter: [{function: custom, filter_fn: !function utils.judge}]}
 process_results: !function utils.judge_score
 metric_list: [{metric: judge, aggregation: mean, higher_is_better: true}]
+metadata: {judge: true}
 """
 
 
@@ -179,6 +180,7 @@ def test_lm_eval_scores_a_judged_task_and_a_budget_fails_that_task_alone(
     model = write_model(tmp_path / "model")
     chosen = EvalSettings(tasks=("kindness", "choice_plain"), include_path=(str(folder),), bootstrap_iters=0)
     recording = record_in_subprocess(RecordJob(settings=chosen, tokenizer=str(model)))
+    assert [task.task for task in recording.tasks if task.judged] == ["kindness"]
     write_answers(tmp_path / "answers", map(respond, recording.requests()))
     with judge_server(lambda prompt, number: "[[10]]" if "q1" in prompt else "[[1]]") as server:
         monkeypatch.setenv("PLANARIA_JUDGE_URL", server.url)
