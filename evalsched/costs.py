@@ -85,9 +85,16 @@ class CostModel:
             return Parts(self.overhead, context * self.read, EXPECTED_SHARE * more * self.generate)
         return Parts(self.overhead, (context + more) * self.read, 0.0)
 
+    def of_tokens(self, requests: int, read: int, generated: int) -> Parts:
+        """Estimated seconds of several requests by their tokens together."""
+        return Parts(requests * self.overhead, read * self.read, EXPECTED_SHARE * generated * self.generate)
+
     def seconds(self, request: Request) -> float:
-        """Estimated seconds of one request."""
-        return sum(self.parts(request))
+        """Estimated seconds of one request: the sum of its parts."""
+        context, more = max(0, request.context_tokens), max(0, request.continuation_tokens)
+        if request.request_type == "generate_until":
+            return self.overhead + context * self.read + EXPECTED_SHARE * more * self.generate
+        return self.overhead + (context + more) * self.read
 
     def memory(self, request: Request) -> float:
         """Estimated bytes that one request holds in the engine: cache, and logits while it is scored."""

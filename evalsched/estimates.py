@@ -46,6 +46,7 @@ class Estimates:
         self._written_at = 0.0
         self._learned_at = 0.0
         self._starts: set[str] = set()
+        self._memory: dict[str, int] = {}
         self._calibrated: tuple[int, dict[str, dict[str, Any]]] = (0, {})
         self._learning: threading.Thread | None = None
 
@@ -116,7 +117,8 @@ class Estimates:
             return
         facts = out.facts or predictor.features(requests)  # without: sent before a restart
         self._note(predictor.observed(facts, out.shard.seconds, message.seconds))
-        if message.memory >= LEAST_GROWTH:
+        if message.memory >= max(LEAST_GROWTH, self._memory.get(out.worker, 0) + 1):  # a peak, so it only grows
+            self._memory[out.worker] = message.memory
             self._note(predictor.memory_observed(requests, MAX_SEQUENCES, float(message.memory)))
 
     def scored(self, run: Run, seconds: float) -> None:
@@ -151,6 +153,7 @@ class Estimates:
         """A worker is gone."""
         self.speeds.forget(worker)
         self._starts.discard(worker)
+        self._memory.pop(worker, None)
 
 
 def _facts(recording: Recording) -> dict[str, tuple[int, bool]]:

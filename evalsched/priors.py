@@ -152,9 +152,11 @@ class Predictor:
 
     def seconds(self, request: Request) -> float:
         """Estimated seconds of one request on one slot."""
+        if not self.shard.weights:
+            return self.cost.seconds(request)
         parts = self.cost.parts(request)
         default = sum(parts)
-        if not self.shard.weights or default <= 0:
+        if default <= 0:
             return default
         size, weights = self._size(), self.shard.weights
         found = 0.0
@@ -169,12 +171,15 @@ class Predictor:
 
     def features(self, requests: Iterable[Request]) -> Facts:
         """(default seconds, shares) of a shard."""
-        parts, tasks = [0.0, 0.0, 0.0], dict[str, float]()
+        tokens: dict[str, list[int]] = {}  # per task: requests, tokens read, tokens that may be generated
         for request in requests:
-            own = self.cost.parts(request)
-            for number, value in enumerate(own):
-                parts[number] += value
-            tasks[request.task] = tasks.get(request.task, 0.0) + sum(own)
+            own = tokens.get(request.task) or tokens.setdefault(request.task, [0, 0, 0])
+            own[0] += 1
+            own[1] += max(0, request.context_tokens)
+            own[2 if request.request_type == "generate_until" else 1] += max(0, request.continuation_tokens)
+        by_task = {task: self.cost.of_tokens(*own) for task, own in tokens.items()}
+        parts = [sum(column) for column in zip(*by_task.values(), strict=True)] or [0.0, 0.0, 0.0]
+        tasks = {task: sum(own) for task, own in by_task.items()}
         default = sum(parts)
         found: dict[str, float] = {}
         for name, value in zip(_PARTS, parts, strict=True):
