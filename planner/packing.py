@@ -297,9 +297,7 @@ def _fits(desk: _Desk, slot: _Slot, run: RunView, seconds: float) -> bool:
     if end <= desk.level + _EPSILON:
         return True
     return all(
-        end <= other.end(run, seconds) * (1 + _EPSILON) + _EPSILON
-        for other in desk.slots.values()
-        if other is not slot
+        end <= other.end(run, seconds) * (1 + _EPSILON) + _EPSILON for other in desk.slots.values() if other is not slot
     )
 
 
