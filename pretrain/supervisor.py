@@ -62,11 +62,11 @@ from planner.manifest import step_dir_name
 from planner.messages import COMMANDS, RankCheckpoint, RankSpec, StartRanks
 from planner.pretrain_config import PretrainConfig
 from planner.store import ClusterStore, Entry, ReportEnvelope, Request
+from planner.types import CHECK_MARK
 from pretrain import published
 from pretrain.diagnosis.verdicts import examined, warm_up
 from pretrain.exports import Exporter, ExportResult
 from pretrain.job_folder import JobFolder, checkpoint_folder, finite
-from pretrain.nodechecks import MARK
 from pretrain.watch import JobWatch
 
 READER = "supervisor"
@@ -478,7 +478,7 @@ class Supervisor:
                     self._store.release(lease, reason=f"given back by {record.holder}")
         elif isinstance(action, Cordon):
             if action.node not in self._store.cordoned():
-                self._store.cordon(action.node, MARK)
+                self._store.cordon(action.node, CHECK_MARK)
             self._store.tell(Action.NODE_CORDONED, node=action.node, reason=action.reason, job=record.id)
             for lease in self._leases.get(record.id, ()):
                 if lease.node == action.node:
