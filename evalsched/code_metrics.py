@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from evalsched.program_cache import remembered
 from evalsched.sandbox import Limits, Verdict, available, run_programs
 from planner.errors import MissingServiceError
 
@@ -42,7 +43,7 @@ def run_solutions(resps: Iterable[Sequence[str]], docs: Sequence[Mapping[str, An
     """lm-eval filter: from completions to verdicts (``passed``, or how it failed), all run side by side."""
     found = [list(group) for group in resps]
     programs = [human_eval_program(doc, one) for group, doc in zip(found, docs, strict=True) for one in group]
-    verdicts = iter(run_allowed(programs, SOLUTION_LIMITS))
+    verdicts = iter(remembered(programs, SOLUTION_LIMITS, lambda new: run_allowed(new, SOLUTION_LIMITS)))
     return [[verdict_text(next(verdicts)) for _ in group] for group in found]
 
 

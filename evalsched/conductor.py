@@ -9,38 +9,51 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from evalsched.costs import CostModel
 from evalsched.dispatches import Dispatches
-from evalsched.feeding import MAX_ATTEMPTS, OutView, WorkerView, assign
-from evalsched.finishing import check_shard, expect_end, note_check, record_somewhere, score_run, score_somewhere
+from evalsched.estimates import Estimates
+from evalsched.finishing import (
+    check_shard,
+    expect_end,
+    note_check,
+    record_somewhere,
+    say_skipped,
+    score_early,
+    score_run,
+    score_somewhere,
+)
 from evalsched.ledger import Ledger
-from evalsched.messages import ANSWERS, Answers, Ended, Left
+from evalsched.messages import ANSWERS, Answers, Ended, Left, ModelRef
 from evalsched.metric_desk import MetricDesk
-from evalsched.models import ModelFacts
 from evalsched.roster import Roster, stands_still
-from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare, shard_costs
+from evalsched.runs import SHORTEST_SHARD, Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare
 from evalsched.scoring import ScoreJob, ScoreOutcome
-from evalsched.shards import cut
+from evalsched.shards import cut, take
 from evalsched.types import Response, digest_of
 from planner.errors import BadInputError, FencedError, MissingServiceError, PlanariaError, one_line
 from planner.events import Action, TrialState
+from planner.packing import DEPTH, MAX_ATTEMPTS, OutView, WorkerView, assign, urgency
 from planner.store import ClusterStore
 from planner.worker_table import WorkerTable
 
 log = logging.getLogger("planaria.evaluation")
 
-SHORTEST_SHARD = 0.3
+PROGRESS_SHARE = 0.25
+"""An attempt that answered so much of its shard is not counted as a failed one."""
+SWAP_SECONDS = 1.0
+"""What another checkpoint costs a worker that holds one."""
 LAST_WORD_SECONDS = 2.0
 """How long a run whose requests are all answered waits for its shards to say that they ended."""
-_TICK_RESPONSES = 400
+_READ_MESSAGES = 50
+_READ_ROUNDS = 8
+"""Most answers that one tick takes in, some 200,000 responses; they are read in pieces, which bounds memory."""
 
 
 class Conductor:
@@ -53,6 +66,7 @@ class Conductor:
         device: what the workers' engines run on.
         kill_worker: ends a worker that hangs.
         scorer: scores a run whose responses are all in; by default on a metric worker, or else in a subprocess.
+        stage: brings a model into the memory of nodes that are likely to run it, before they have a worker.
     """
 
     def __init__(
@@ -64,6 +78,7 @@ class Conductor:
         device: str = "cpu",
         kill_worker: Callable[[str, str], None] = lambda worker, reason: None,
         scorer: Callable[[ScoreJob], ScoreOutcome] | None = None,
+        stage: Callable[[ModelRef], None] = lambda model: None,
     ) -> None:
         self.store = store
         self.ledger = ledger
@@ -71,12 +86,14 @@ class Conductor:
         self.runs: dict[str, Run] = {}
         self.dispatches = Dispatches(self.table, app)
         self.roster = Roster(self.table)
+        self.estimates = Estimates(ledger, device)
         self.expected_workers = 1
         self._device = device
         self._kill = kill_worker
         self._reader = "evaluation.responses"
         self.desk = MetricDesk(self.table, self.dispatches.post, lambda: self.roster.metric())
         self._scorer = scorer
+        self._stage = stage
         self._position = store.position(self._reader)
         self._work: dict[str, Future[Any]] = {}
         self._recording = threading.Lock()
@@ -87,6 +104,7 @@ class Conductor:
         """Take an evaluation on; one that is under way already is returned as it is."""
         run = self.runs.get(spec.id)
         if run is None:
+            self.estimates.learn_beside()
             run = Run(spec, spec.id)
             self.runs[spec.id] = run
             self.table.put_run(spec.id, spec.to_json())
@@ -116,6 +134,16 @@ class Conductor:
                 return fresh
         raise BadInputError(f"trial {name}: no failed trial of that name; see planaria status --json")
 
+    def skip(self, run: Run, reason: str, now: float) -> bool:
+        """Leave a run out of which nothing was run yet; False where that is too late."""
+        if run.over or run.begun or run.state is TrialState.SCORING or self.dispatches.of_run(run.id):
+            return False
+        run.ended = now
+        self._set_state(run, TrialState.SKIPPED, reason)
+        self.table.drop_run(run.id)
+        in_background(say_skipped, run, reason)
+        return True
+
     def _forgive(self, run: Run) -> None:
         mine = [row["id"] for row in self.ledger.failed_shards() if row["payload"].get("run") == run.id]
         self.ledger.forgive(mine)
@@ -131,7 +159,9 @@ class Conductor:
 
     def _prepare(self, spec: RunSpec, model: Identified) -> Prepared:
         with self._recording:  # the next checkpoint's requests are the same, and then found in the cache
-            return prepare(spec, model, self.ledger, lambda job: record_somewhere(self.desk, job, spec.id))
+            found = prepare(spec, model, self.ledger, lambda job: record_somewhere(self.desk, job, spec.id))
+        self.estimates.wait_for_learning()
+        return found
 
     def _submit(self, run: Run, function: Callable[..., Any], *arguments: Any) -> None:
         self._work[run.id] = in_background(function, *arguments)
@@ -157,6 +187,7 @@ class Conductor:
         self._watch(now)
         self._warm_newcomers()
         self._feed(now)
+        self.estimates.flush(self.ledger, now)
 
     @property
     def out(self) -> dict[str, OutShard]:
@@ -176,8 +207,8 @@ class Conductor:
 
     def _collect(self, now: float) -> None:
         """Read what workers said; write it down; only then act on it."""
-        while True:
-            entries = self.store.read_responses(self._position, count=_TICK_RESPONSES)
+        for _ in range(_READ_ROUNDS):
+            entries = self.store.read_responses(self._position, count=_READ_MESSAGES)
             ready = entries[: self._can_be_taken(entries)]
             if not ready:
                 return
@@ -271,6 +302,7 @@ class Conductor:
             return
         if message.outcome == "done":
             run.pace.shard((one.id for one in out.shard.requests), message.seconds)
+            self.estimates.shard_ended(run, out, message)
             run.timings["engine_seconds"] = run.timings.get("engine_seconds", 0.0) + message.seconds
             self.store.tell(
                 Action.SHARD_COMPLETED, job=run.spec.job, run=run.id, shard=out.shard.id, worker=out.worker,
@@ -289,6 +321,16 @@ class Conductor:
             run.check, run.check_sent = {"problem": reason}, True
             return
         if self.dispatches.copies(out):
+            return
+        answered = sum(one.id not in run.open for one in out.shard.requests)
+        if answered >= PROGRESS_SHARE * len(out.shard.requests):
+            # It got somewhere this time: what kills whoever runs it comes first next time, and is counted then.
+            reached = f"{reason}; the rest of its shard goes on"
+            self.store.tell(
+                Action.SHARD_FAILED, job=run.spec.job, reason=reached, run=run.id, shard=out.shard.id,
+                worker=out.worker, attempts=out.attempts,
+            )  # fmt: skip
+            run.take_back(out, now, count=False)
             return
         name = digest_of([run.id, out.shard.id])
         attempts = self.ledger.count_attempt(name, reason, {"run": run.id, "tasks": list(out.shard.tasks)})
@@ -336,8 +378,13 @@ class Conductor:
                 self._take_result(run, future, now)
             elif future is None and not run.over:
                 self._advance(run, now)
+            if run.state is TrialState.RUNNING:
+                for task in run.early_tasks():  # a long metric overlaps with the other tasks' inference
+                    run.early[task] = in_background(score_early, run, self.ledger, self._scorer_of(run), task)
 
     def _take_result(self, run: Run, future: Future[Any], now: float) -> None:
+        if run.over:
+            return  # it was left out meanwhile
         try:
             result = future.result()
         except FencedError:
@@ -369,6 +416,8 @@ class Conductor:
     def _identified(self, run: Run, model: Identified) -> None:
         run.model = model
         self._set_state(run, TrialState.RECORDING)
+        if model.ref.stage:
+            self._stage(model.ref)
         self._warm(run, self.live())
         self._submit(run, self._prepare, run.spec, model)
 
@@ -395,15 +444,21 @@ class Conductor:
             if one.run == run.id and not one.check
             for request in one.shard.requests
         }
-        run.open = {request.id for request in found.open}
-        cost = CostModel.of(ModelFacts.read(Path(run.spec.model)), self._device)
-        todo = [request for request in found.open if request.id not in out]
-        total = sum(cost.seconds(request) for request in found.open)
-        target = min(run.spec.target_seconds, max(SHORTEST_SHARD, total / (3 * max(1, self.expected_workers))))
-        shards = cut(todo, cost.function, target, scope=run.id)
-        for shard in shards:
-            run.waiting[shard.id] = WaitingShard(shard=shard)
-        run.pace.begin(shard_costs([*shards, *(one.shard for one in self.dispatches.of_run(run.id))]))
+        run.predictor = self.estimates.predictor(run)
+        run.tails = self.estimates.tails(found.recording)
+        costs = {request.id: run.predictor.seconds(request) for request in found.open}
+        run.open = set(costs)
+        run.longest = max(costs.values(), default=0.0)
+        run.left = Counter(one.task for one in costs)
+        run.keeping = frozenset(
+            one.task for one in found.recording.tasks if one.unsafe_code or one.sandboxed or one.judged
+        )
+        todo = [request for request in found.open if request.id not in out] if out else found.open
+        total = sum(costs.values())
+        run.usual = min(run.spec.target_seconds, max(SHORTEST_SHARD, total / (3 * max(1, self.expected_workers))))
+        run.pace.begin(costs, learned=bool(run.predictor.shard.weights))
+        for shard in cut(todo, run.cost, run.usual, scope=run.id):
+            run.wait(shard)
         expect_end(run)
         run.timings["record_seconds"] = found.recording.seconds
         run.began = now
@@ -415,12 +470,11 @@ class Conductor:
         names = {digest_of([run.id, name]): name for name in run.waiting}
         for row in self.ledger.failed_shards():
             name = names.get(row["id"])
-            if name is None:
-                continue
-            if row["quarantined"]:
-                tasks = set(run.waiting[name].shard.tasks)
+            if row["quarantined"] and row["payload"].get("run") == run.id:
+                # By its tasks: better estimates may have cut the requests otherwise this time.
+                tasks = set(row["payload"].get("tasks", ())) & run.tails.keys()
                 run.fail_task(tasks, f"a shard failed {row['attempts']} times, last: {row['reason']}")
-            else:
+            elif name in run.waiting:
                 run.waiting[name].attempts = row["attempts"]
 
     def _advance(self, run: Run, now: float) -> None:
@@ -453,11 +507,15 @@ class Conductor:
         return self._dispatch(run, WaitingShard(shard=shard), live[0], now, check=True)
 
     def _score(self, run: Run) -> ScoreOutcome:
-        scorer = self._scorer or (lambda job: score_somewhere(self.desk, job, run.id))
-        return score_run(run, self.ledger, scorer)
+        wait(run.early.values())  # what they leave is used here
+        return score_run(run, self.ledger, self._scorer_of(run), self.estimates.calibration())
+
+    def _scorer_of(self, run: Run) -> Callable[[ScoreJob], ScoreOutcome]:
+        return self._scorer or (lambda job: score_somewhere(self.desk, job, run.id))
 
     def _scored(self, run: Run, outcome: ScoreOutcome, now: float) -> None:
         run.outcome, run.ended = outcome, now
+        self.estimates.scored(run, run.timings.get("score_seconds", 0.0))
         self._set_state(run, TrialState.DONE)
         self.store.tell(
             Action.REPORT_PUBLISHED, job=run.spec.job, run=run.id, step=run.spec.step, path=outcome.results,
@@ -481,6 +539,7 @@ class Conductor:
         for missing in self.roster.refresh({one.worker for one in self.out.values()}):
             self._kill(missing.worker, missing.reason)
             self.worker_gone(missing.worker, missing.reason, now)
+        self.estimates.look_at(self.roster.records, self.runs)
         for record in list(self.roster.records.values()):
             out = self.out.get(record.facts.get("dispatch") or "")
             if out is None:
@@ -496,6 +555,7 @@ class Conductor:
         """A worker is gone: what it had begun is a counted attempt (unless it left in order), the rest just waits."""
         if not self.roster.give_up(worker):
             return
+        self.estimates.forget(worker)
         mine = self.dispatches.of_worker(worker)
         begun = {one.dispatch for one in mine if not orderly and self.table.claimed(one.dispatch)}
         self.dispatches.drop([one.dispatch for one in mine])
@@ -520,25 +580,39 @@ class Conductor:
         if not live:
             return
         views = [self._worker_view(name) for name in live]
+        if all(len(view.out) >= DEPTH for view in views):
+            return
+        names: dict[str, str] = {}  # a shard of which a piece was sent goes on under another id
         for chosen in assign([run.view() for run in runs], views, now):
             run = self.runs[chosen.run]
             if chosen.second_copy:
                 self._send_copy(run, chosen.shard, chosen.worker, now)
                 continue
-            waiting = run.waiting.pop(chosen.shard)
+            waiting = run.waiting.pop(names.get(chosen.shard, chosen.shard), None)
+            if waiting is None:
+                continue  # its atoms gave fewer pieces than were planned
+            if chosen.seconds is not None:
+                head, rest = take(waiting.shard, run.cost, chosen.seconds, scope=run.id)
+                if rest is not None:
+                    run.wait(rest)
+                    names[chosen.shard] = rest.id
+                    waiting = replace(waiting, shard=head)
             if not self._dispatch(run, waiting, chosen.worker, now):
-                run.waiting[chosen.shard] = waiting
+                run.waiting[waiting.shard.id] = waiting
                 return
 
     def _worker_view(self, worker: str) -> WorkerView:
         mine = tuple(
             OutView(
                 run=one.run, shard=one.shard.id, seconds=one.shard.seconds, begun=one.begun,
-                copies=2 if one.check else self.dispatches.copies(one),
+                copies=2 if one.check else self.dispatches.copies(one), high=one.high,
             )
             for one in self.dispatches.of_worker(worker)
         )  # fmt: skip
-        return WorkerView(worker=worker, model=self.roster.model_of(worker), out=mine)
+        return WorkerView(
+            worker=worker, model=self.roster.model_of(worker), out=mine, speed=self.estimates.speeds.of(worker),
+            load_seconds=SWAP_SECONDS, group=self.roster.sent_group.get(worker, ""),
+        )  # fmt: skip
 
     def _send_copy(self, run: Run, shard_id: str, worker: str, now: float) -> None:
         """Run a straggler's unanswered rest a second time; whoever answers first is believed."""
@@ -551,17 +625,48 @@ class Conductor:
 
     def _dispatch(self, run: Run, waiting: WaitingShard, worker: str, now: float, *, check: bool = False) -> bool:
         assert run.model is not None
-        if not self.dispatches.send(run, waiting, worker, now, check=check):
+        out = self.dispatches.send(run, waiting, worker, now, check=check)
+        if out is None:
             return False
+        self.estimates.send(run, out)
         self.roster.sent_model[worker] = run.model.ref.digest
+        self.roster.sent_group[worker] = waiting.group
         return True
 
     # ------------------------------------------------------------------ what others see
 
     def backlog(self) -> tuple[float, int]:
-        """(slot-seconds that wait, shards that wait)."""
-        waiting = [one for run in self.runs.values() if not run.over for one in run.waiting.values()]
-        return sum(one.shard.seconds for one in waiting), len(waiting)
+        """(slot-seconds that are not answered, shards that wait or are out)."""
+        active = [run for run in self.runs.values() if not run.over]
+        shards = sum(len(run.waiting) for run in active) + len({one.worker for one in self.out.values()})
+        return sum(run.slot_seconds for run in active), shards
+
+    def reports(self, now: float) -> list[dict[str, Any]]:
+        """What waits per report, most urgent first, as the lending plan wants to know it (docs/allocator.md)."""
+        active = [run for run in self.runs.values() if not run.over]
+        typical = max((run.slot_seconds for run in active), default=0.0) or 1.0
+        active.sort(key=lambda run: (-urgency(run.outline(), now), run.id))
+        return [
+            {
+                "name": run.id,
+                "slot_seconds": run.slot_seconds if run.prepared else typical,
+                "tail_seconds": sum(run.tails.values()),
+                "longest_seconds": run.longest,
+                "waited_seconds": max(0.0, now - run.spec.created),
+            }
+            | ({"job": f"job:{run.spec.job}"} if run.spec.job else {})
+            for run in active
+        ]
+
+    def load_seconds(self) -> float | None:
+        """Until a slot without an engine answers its first request, by the newest run's model; None: not known."""
+        known = [run for run in self.runs.values() if run.predictor is not None]
+        newest = max(known, key=lambda run: run.spec.created, default=None)
+        return newest.predictor.load_estimate().value if newest is not None and newest.predictor else None
+
+    def resident(self) -> int:
+        """Workers whose engine is loaded."""
+        return sum(1 for name in self.live() if self.roster.records[name].facts.get("model"))
 
     def status(self) -> dict[str, Any]:
         """The ``evaluation`` part of ``planaria status``, in trials."""
@@ -575,7 +680,9 @@ class Conductor:
                 counts["failed"] += tasks
             else:
                 counts["queued" if run.state in (TrialState.QUEUED, TrialState.RECORDING) else "running"] += tasks
-        return counts | {"workers": len(self.live()), "shards_out": len(self.out)}
+        return counts | {
+            "workers": len(self.live()), "shards_out": len(self.out), "calibration": self.estimates.calibration(),
+        }  # fmt: skip
 
 
 def in_background(function: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -39,8 +39,8 @@ class Dispatches:
                 check=record.get("check", False),
             )
 
-    def send(self, run: Run, waiting: WaitingShard, worker: str, now: float, *, check: bool = False) -> bool:
-        """Send a shard to a worker. False: the broker is away, and nothing is out."""
+    def send(self, run: Run, waiting: WaitingShard, worker: str, now: float, *, check: bool = False) -> OutShard | None:
+        """Send a shard to a worker. None: the broker is away, and nothing is out."""
         assert run.model is not None
         out = OutShard(
             dispatch=uuid.uuid4().hex,
@@ -51,24 +51,23 @@ class Dispatches:
             attempts=waiting.attempts,
             check=check,
         )
-        shard = waiting.shard.to_json()
         record = {
-            "run": run.id, "worker": worker, "shard": shard, "sent": now, "attempts": waiting.attempts, "check": check,
+            "run": run.id, "worker": worker, "shard": waiting.shard.to_json(), "sent": now,
+            "attempts": waiting.attempts, "check": check,
         }  # fmt: skip
         message = RunShard(
             dispatch=out.dispatch,
             run=run.id,
             model=run.model.ref,
             engine=run.spec.engine.to_json(),
-            shard=shard,
             singly=check,
         )
         self._table.put_dispatch(out.dispatch, record)
         self.out[out.dispatch] = out
         if not self.post(RUN_SHARD, message.wire(), infer_queue(worker)):
             self.drop([out.dispatch])
-            return False
-        return True
+            return None
+        return out
 
     def warm(self, run: Run, worker: str) -> None:
         """Let a worker load a run's model."""

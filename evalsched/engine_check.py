@@ -139,16 +139,17 @@ class BatchCheck:
 
 def sample_documents(requests: Sequence[Request], count: int, seed: int = 0) -> list[Request]:
     """All requests of a random sample of documents, about ``count`` requests, so that verdicts can be compared."""
-    documents: dict[tuple[str, int], list[Request]] = {}
-    for request in requests:
-        documents.setdefault((request.task, request.doc_id), []).append(request)
-    order = sorted(documents)
+    order = sorted({(request.task, request.doc_id) for request in requests})
     random.Random(seed).shuffle(order)
+    documents: dict[tuple[str, int], list[Request]] = {key: [] for key in order[:count]}  # each has one at least
+    for request in requests:
+        if (found := documents.get((request.task, request.doc_id))) is not None:
+            found.append(request)
     chosen: list[Request] = []
-    for key in order:
+    for found in documents.values():
         if len(chosen) >= count:
             break
-        chosen.extend(documents[key])
+        chosen.extend(found)
     return chosen
 
 

@@ -81,11 +81,19 @@ def trial_key(
 
 
 def open_trials(
-    ledger: Ledger, recording: Recording, settings: EvalSettings, model: Model, engine: Mapping[str, str]
+    ledger: Ledger,
+    recording: Recording,
+    settings: EvalSettings,
+    model: Model,
+    engine: Mapping[str, str],
+    requests: Sequence[Request] | None = None,
 ) -> dict[str, Trial]:
-    """A trial per task, with its requests in the ledger; one that is there already keeps its answers."""
+    """A trial per task, with its requests in the ledger; one that is there already keeps its answers.
+
+    ``requests``: those of the recording, where they were read already.
+    """
     by_task: dict[str, list[Request]] = {task.task: [] for task in recording.tasks}
-    for request in recording.requests():
+    for request in requests if requests is not None else recording.requests():
         by_task[request.task].append(request)
     opened: dict[str, Trial] = {}
     for task in recording.tasks:

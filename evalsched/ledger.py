@@ -13,12 +13,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
+from evalsched.judge import Verdict
+from evalsched.priors import Observation
 from evalsched.types import Request, RequestId, Response, Trial, canonical_json
 from planner.clock import Clock, SystemClock
 from planner.errors import BadInputError, FencedError, MissingServiceError, one_line
@@ -26,6 +29,7 @@ from planner.events import TrialState
 
 SCHEMA_VERSION = 1
 _BATCH = 20_000
+_text = json.encoder.encode_basestring_ascii
 _IDENTITY = ("request_type", "doc_id", "idx", "occurrence")
 
 metadata = sa.MetaData()
@@ -113,6 +117,30 @@ shards = sa.Table(
     sa.Column("payload", sa.Text, nullable=False),
     sa.Column("updated", sa.Float(53), nullable=False),
 )
+verdicts = sa.Table(
+    "verdicts",
+    metadata,
+    sa.Column("key", sa.String(32), primary_key=True),
+    sa.Column("task", sa.Text, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("prompt", sa.Text, nullable=False),
+    sa.Column("reply", sa.Text, nullable=False),
+    sa.Column("tokens", sa.Integer, nullable=False),
+    sa.Column("written", sa.Float(53), nullable=False),
+)
+observations = sa.Table(
+    "observations",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("kind", sa.String(16), nullable=False, index=True),
+    sa.Column("setting", sa.Text, nullable=False),
+    sa.Column("measured", sa.Float(53), nullable=False),
+    sa.Column("predicted", sa.Float(53), nullable=False),
+    sa.Column("spread", sa.Float(53), nullable=False),
+    sa.Column("default_value", sa.Float(53), nullable=False),
+    sa.Column("features", sa.Text, nullable=False),
+    sa.Column("written", sa.Float(53), nullable=False),
+)
 
 
 def sqlite_url(path: Path) -> str:
@@ -141,6 +169,9 @@ class Ledger:
             raise BadInputError(f"ledger {_hidden(url)}: no usable database URL ({one_line(error)[:200]})") from error
         self._name = _hidden(url)
         self._dialect = self._engine.dialect.name
+        driver = self._engine.dialect.loaded_dbapi
+        self._driver_errors = (driver.OperationalError, driver.InterfaceError)
+        """What raw cursors raise where SQLAlchemy would have wrapped it."""
         if self._dialect == "sqlite":
             sa.event.listen(self._engine, "connect", _prepare_sqlite)
             sa.event.listen(self._engine, "begin", _begin_sqlite)
@@ -182,7 +213,7 @@ class Ledger:
                 if write and fenced:
                     self._check_token(connection)
                 yield connection
-        except (OperationalError, sa.exc.InterfaceError, sa.exc.TimeoutError) as error:
+        except (OperationalError, sa.exc.InterfaceError, sa.exc.TimeoutError, *self._driver_errors) as error:
             raise MissingServiceError(f"ledger {self._name}: cannot be used now ({_cause(error)})") from error
         except DBAPIError as error:
             if error.connection_invalidated:
@@ -361,15 +392,27 @@ class Ledger:
         error gives way to an answer.
         """
         now = self._clock.time()
-        rows: dict[tuple[int, RequestId], dict[str, Any]] = {}
-        for trial_id, group in found.items():
-            for response in group:
-                old = rows.get((trial_id, response.id))
-                if old is None or old["value"] is None:
-                    rows[trial_id, response.id] = _response_row(trial_id, response, worker, now)
-        key = ["trial_id", *_IDENTITY]
+        rows = (
+            _response_row(trial_id, response, worker, now) for trial_id, group in found.items() for response in group
+        )
         with self._transaction(write=True) as connection:
-            self._upsert(connection, responses, list(rows.values()), key, where=responses.c.value.is_(None))
+            self._bulk_upsert_responses(connection, rows)
+
+    def _bulk_upsert_responses(self, connection: sa.Connection, rows: Iterator[tuple[Any, ...]]) -> None:
+        """One prepared statement, row after row: SQLAlchemy's own parameters cost several times the insertion."""
+        columns = [column.name for column in responses.columns]
+        key = ("trial_id", *_IDENTITY)
+        marks = ", ".join(["%s" if self._dialect == "postgresql" else "?"] * len(columns))
+        changed = ", ".join(f"{name} = excluded.{name}" for name in columns if name not in key)
+        statement = (
+            f"INSERT INTO responses ({', '.join(columns)}) VALUES ({marks}) "  # noqa: S608 - own names
+            f"ON CONFLICT ({', '.join(key)}) DO UPDATE SET {changed} WHERE responses.value IS NULL"
+        )
+        cursor = connection.connection.cursor()
+        try:
+            cursor.executemany(statement, rows)  # type: ignore[arg-type]
+        finally:
+            cursor.close()
 
     def answered(self, trial_id: int) -> list[RequestId]:
         """Identities that have a response."""
@@ -452,12 +495,83 @@ class Ledger:
             rows = [dict(row) for row in connection.execute(query).mappings()]
         return [row | {"payload": json.loads(row["payload"])} for row in rows]
 
+    # ------------------------------------------------------------ what judges said
+
+    def put_verdicts(self, found: Iterable[Verdict]) -> None:
+        """Keep a judge's verdicts; the first one to a prompt stands."""
+        now = self._clock.time()
+        rows = [
+            {name: _without_nul(value) for name, value in one.to_json().items()} | {"written": now} for one in found
+        ]
+        if rows:
+            with self._transaction(write=True) as connection:
+                self._insert_ignore(connection, verdicts, rows, ["key"])
+
+    def verdicts(self, tasks: Iterable[str], count: int = 50_000) -> list[Verdict]:
+        """The newest ``count`` verdicts on these tasks."""
+        query = sa.select(verdicts).where(verdicts.c.task.in_(sorted(tasks)))
+        with self._transaction() as connection:
+            rows = connection.execute(query.order_by(verdicts.c.written.desc()).limit(count)).mappings().all()
+        return [Verdict.from_json(row) for row in rows]
+
+    # ------------------------------------------------------------ what things cost
+
+    def put_observations(self, found: Iterable[Observation]) -> None:
+        """Keep measurements of costs, with what was predicted before them (:mod:`evalsched.priors`)."""
+        now = self._clock.time()
+        rows = [
+            {
+                "kind": one.kind, "setting": one.setting, "measured": one.measured, "predicted": one.predicted,
+                "spread": one.spread, "default_value": one.default, "features": canonical_json(dict(one.features)),
+                "written": now,
+            }
+            for one in found
+        ]  # fmt: skip
+        if rows:
+            with self._transaction(write=True) as connection:
+                connection.execute(sa.insert(observations), rows)
+
+    def observations(self, kind: str, count: int) -> list[Observation]:
+        """The newest ``count`` measurements of a kind, oldest first."""
+        query = sa.select(observations).where(observations.c.kind == kind)
+        with self._transaction() as connection:
+            rows = connection.execute(query.order_by(observations.c.id.desc()).limit(count)).mappings().all()
+        return [_to_observation(row) for row in reversed(rows)]
+
 
 # ---------------------------------------------------------------- rows
 
 
+def _without_nul(value: Any) -> Any:
+    return value.replace("\x00", "") if isinstance(value, str) else value  # PostgreSQL's text takes no NUL
+
+
+def _to_observation(row: sa.RowMapping) -> Observation:
+    return Observation(
+        kind=row["kind"], setting=row["setting"], default=row["default_value"], features=json.loads(row["features"]),
+        measured=row["measured"], predicted=row["predicted"], spread=row["spread"],
+    )  # fmt: skip
+
+
+# Millions of rows pass through here; their usual shapes are spelt without setting up an encoder for each.
+
+
+def _arguments_text(arguments: tuple[Any, ...]) -> str:
+    """``json.dumps(list(arguments))``."""
+    if all(type(one) is str for one in arguments):
+        return f"[{', '.join(map(_text, arguments))}]"
+    return json.dumps(arguments)
+
+
+def _value_text(value: Any) -> str:
+    """``json.dumps(value)``."""
+    if type(value) is tuple and type(value[0]) is float and isfinite(value[0]):
+        return f"[{value[0]!r}, {'true' if value[1] else 'false'}]"
+    return json.dumps(value)
+
+
 def _request_row(set_id: int, position: int, r: Request) -> tuple[Any, ...]:
-    arguments = json.dumps(list(r.arguments))
+    arguments = _arguments_text(r.arguments)
     return (
         set_id, position, r.request_type, r.doc_id, r.idx, r.occurrence, arguments, r.context_tokens,
         r.continuation_tokens, r.digest,
@@ -478,15 +592,14 @@ def _to_trial(row: sa.RowMapping) -> Trial:
     return Trial(state=TrialState(row["state"]), requests=row["count"], responses=row["answered"] or 0, **own)
 
 
-def _response_row(trial_id: int, r: Response, worker: str, now: float) -> dict[str, Any]:
-    value = list(r.value) if isinstance(r.value, tuple) else r.value
+def _response_row(trial_id: int, r: Response, worker: str, now: float) -> tuple[Any, ...]:
+    value = None if r.value is None else _value_text(r.value)
     error = r.error.replace("\x00", "") if r.error else r.error  # PostgreSQL's text takes no NUL
-    return {
-        "trial_id": trial_id, "request_type": r.id.request_type, "doc_id": r.id.doc_id, "idx": r.id.idx,
-        "occurrence": r.id.occurrence, "value": None if value is None else json.dumps(value),
-        "prompt_tokens": r.prompt_tokens, "generated_tokens": r.generated_tokens, "flags": " ".join(r.flags),
-        "error": error, "seconds": r.seconds, "worker": worker, "written": now,
-    }  # fmt: skip
+    kind, _, doc_id, idx, occurrence = r.id
+    return (
+        trial_id, kind, doc_id, idx, occurrence, value, r.prompt_tokens, r.generated_tokens, " ".join(r.flags),
+        error, r.seconds, worker, now,
+    )  # fmt: skip
 
 
 def _to_response(task: str, row: sa.RowMapping) -> Response:

@@ -38,6 +38,7 @@ class TaskFacts:
     output_type: str
     unsafe_code: bool
     sandboxed: bool
+    judged: bool
     dataset_kwargs: Any
 
 
@@ -208,6 +209,7 @@ def _facts(name: str, task: Any) -> TaskFacts:
         output_type=str(task.OUTPUT_TYPE),
         unsafe_code=bool(getattr(task, "UNSAFE_CODE", False)),
         sandboxed=(task.get_config("metadata") or {}).get("sandbox") == "planaria" or uses_only_the_sandbox(task),
+        judged=bool((task.get_config("metadata") or {}).get("judge")),
         dataset_kwargs=task.get_config("dataset_kwargs"),
     )
 

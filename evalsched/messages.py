@@ -54,7 +54,8 @@ class ModelRef(BaseModel):
 
 
 class RunShard(Message):
-    """Run one shard. The dispatch is the token: only its first delivery to a worker is run."""
+    """Run one shard. The dispatch is the token: only its first delivery to a worker is run, which finds the shard in
+    the dispatch's record (:class:`planner.worker_table.WorkerTable`)."""
 
     kind: Literal["run_shard"] = "run_shard"
     dispatch: str
@@ -62,8 +63,6 @@ class RunShard(Message):
     model: ModelRef
     engine: dict[str, Any]
     """:class:`evalsched.engine.EngineSettings` as JSON."""
-    shard: dict[str, Any]
-    """:class:`evalsched.types.Shard` as JSON."""
     singly: bool = False
     """Each request alone in the engine: the check of how far answers depend on their batch."""
 
@@ -120,6 +119,8 @@ class Ended(Message):
     """Of running requests, without loading."""
     load_seconds: float = 0.0
     """Of loading or swapping the model before them."""
+    memory: int = 0
+    """Bytes by which the worker's process was larger at the most than after loading."""
     result: dict[str, Any] | None = None
     """What metric work gave."""
     bad_input: bool = False

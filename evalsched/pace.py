@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import exp, log
+from statistics import median
 
 from evalsched.types import RequestId
 
+SHORTEST_MEASURED = 0.05
+MEASURED_SHARDS = 3
+"""Shards after which a worker's speed is believed."""
+SMOOTHING = 0.2
+MOST_APART = 5.0
 LEAST_SHARE = 0.02
 """Share of the work before which nothing is said."""
 
@@ -24,25 +31,27 @@ def kind_of(one: RequestId) -> str:
 class Pace:
     """The account of one run, in estimated seconds on one slot."""
 
-    cost: dict[RequestId, float] = field(default_factory=dict)
+    cost: Mapping[RequestId, float] = field(default_factory=dict)
     open: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
     done: float = 0.0
     _measured: dict[str, tuple[float, float]] = field(default_factory=dict)
     _first: tuple[float, float] | None = None
+    _learned: bool = False
 
-    def begin(self, cost: Mapping[RequestId, float]) -> None:
-        """What has to be run, with its estimates."""
-        self.cost = dict(cost)
+    def begin(self, cost: Mapping[RequestId, float], *, learned: bool = False) -> None:
+        """What has to be run, with its estimates; ``learned``: from measurements, so that they can be told at once."""
+        self.cost, self._learned = cost, learned
         self.total = sum(cost.values())
         for one, seconds in cost.items():
-            self.open[kind_of(one)] = self.open.get(kind_of(one), 0.0) + seconds
+            kind = kind_of(one)
+            self.open[kind] = self.open.get(kind, 0.0) + seconds
 
     def closed(self, ids: Iterable[RequestId], now: float) -> None:
         """Requests that were answered or given up."""
         for one in ids:
-            seconds = self.cost.get(one, 0.0)
-            self.open[kind_of(one)] = max(0.0, self.open.get(kind_of(one), 0.0) - seconds)
+            seconds, kind = self.cost.get(one, 0.0), kind_of(one)
+            self.open[kind] = max(0.0, self.open.get(kind, 0.0) - seconds)
             self.done += seconds
         if self._first is None:
             self._first = (now, self.done)
@@ -51,7 +60,8 @@ class Pace:
         """A shard finished after ``seconds`` in the engine."""
         estimates: dict[str, float] = {}
         for one in ids:
-            estimates[kind_of(one)] = estimates.get(kind_of(one), 0.0) + self.cost.get(one, 0.0)
+            kind = kind_of(one)
+            estimates[kind] = estimates.get(kind, 0.0) + self.cost.get(one, 0.0)
         whole = sum(estimates.values())
         for kind, estimate in estimates.items():
             before = self._measured.get(kind, (0.0, 0.0))
@@ -64,6 +74,11 @@ class Pace:
         return sum(one[1] for one in self._measured.values()) / estimate if estimate > 0 else 1.0
 
     @property
+    def measured(self) -> bool:
+        """Whether any shard has finished."""
+        return bool(self._measured)
+
+    @property
     def share(self) -> float:
         """Share of the work that is done, 0 to 1."""
         return min(1.0, self.done / self.total) if self.total > 0 else 0.0
@@ -71,13 +86,39 @@ class Pace:
     def left(self, workers: int, now: float) -> float | None:
         """Seconds until the last answer with ``workers`` at work; None while nothing can be said."""
         if self.share < LEAST_SHARE:
-            return None
+            return sum(self.open.values()) / workers if self._learned and workers > 0 else None
         if self._measured:
             return sum(self._scaled(kind, open_) for kind, open_ in self.open.items()) / max(1, workers)
         if self._first is None or self.done <= self._first[1]:
-            return None
+            return sum(self.open.values()) / workers if self._learned and workers > 0 else None
         return sum(self.open.values()) * (now - self._first[0]) / (self.done - self._first[1])
 
     def _scaled(self, kind: str, open_: float) -> float:
         estimate, seconds = self._measured.get(kind, (0.0, 0.0))
         return open_ * (seconds / estimate if estimate > 0 else self.factor)
+
+
+class Speeds:
+    """How fast each worker is against the others: estimated over measured seconds of its shards, smoothed."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[str, tuple[int, float]] = {}
+
+    def note(self, worker: str, estimate: float, seconds: float) -> None:
+        """A shard finished."""
+        if estimate <= 0 or seconds < SHORTEST_MEASURED:
+            return
+        count, before = self._ratios.get(worker, (0, 0.0))
+        weight = max(1 / (count + 1), SMOOTHING)
+        self._ratios[worker] = (count + 1, before + weight * (log(estimate / seconds) - before))
+
+    def of(self, worker: str) -> float:
+        """Speed; 1 is the middle worker's, and that of one that has not run :data:`MEASURED_SHARDS` yet."""
+        known = {name: ratio for name, (count, ratio) in self._ratios.items() if count >= MEASURED_SHARDS}
+        if worker not in known or len(known) < 2:
+            return 1.0
+        return min(MOST_APART, max(1 / MOST_APART, exp(known[worker] - median(known.values()))))
+
+    def forget(self, worker: str) -> None:
+        """It is gone."""
+        self._ratios.pop(worker, None)

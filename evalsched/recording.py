@@ -55,6 +55,8 @@ class RecordedTask:
     """Its metric runs code that the model wrote."""
     sandboxed: bool = False
     """It runs that code in our sandbox: its ``metadata`` says ``sandbox: planaria``, or it does so by ``code_eval``."""
+    judged: bool = False
+    """Another model judges its answers (``metadata: {judge: true}``): their verdicts can be kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +346,7 @@ def record(job: RecordJob, root: Path | None = None) -> Recording:
             output_type=task.output_type,
             unsafe_code=task.unsafe_code,
             sandboxed=task.sandboxed,
+            judged=task.judged,
         )
         for task in recorded.tasks
     ]

@@ -170,6 +170,8 @@ class ReportData:
     deltas: tuple[tuple[Delta, ...], ...] = ()
     """For each checkpoint, the moves since the one before."""
     gates: tuple[Gate, ...] = field(default=())
+    left_out: tuple[tuple[str, str], ...] = ()
+    """(checkpoint, what was left out and why): evaluations skipped or made smaller because evaluation was behind."""
 
     @cached_property
     def tasks(self) -> tuple[str, ...]:
@@ -235,8 +237,22 @@ def read_report(folder: Path) -> ReportData:
         gates.append(decide_gate((m for m in moves if _is_primary(one, m)), _broken(before, one)))
     return ReportData(
         title=job.name if job else folder.resolve().name, folder=folder, evaluated=tuple(found), job=job,
-        deltas=tuple(deltas), gates=tuple(gates),
+        deltas=tuple(deltas), gates=tuple(gates), left_out=tuple(_left_out(folder, found)),
     )  # fmt: skip
+
+
+def _left_out(folder: Path, found: Sequence[Evaluated]) -> list[tuple[str, str]]:
+    rows = [(one.step or 0, one.label, str(one.block["remark"])) for one in found if one.block.get("remark")]
+    for base in (folder, folder / "reports"):
+        for path in base.glob("*/skipped.json"):
+            if (path.parent / "results.json").is_file():
+                continue  # it was evaluated after all
+            try:
+                data = json.loads(path.read_text(encoding="utf-8"))
+                rows.append((int(data["step"] or 0), f"step {int(data['step'] or 0):,}", f"skipped: {data['reason']}"))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # half written by a process that died
+    return [(label, text) for _, label, text in sorted(rows)]
 
 
 def _is_primary(one: Evaluated, move: Delta) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def to_json(data: ReportData) -> dict[str, Any]:
             }
         )
     found: dict[str, Any] = {"title": data.title, "folder": str(data.folder), "checkpoints": checkpoints}
+    found["left_out"] = [{"checkpoint": label, "what": what} for label, what in data.left_out]
+    found["calibration"] = dict(data.evaluated[-1].block.get("calibration") or {}) if data.evaluated else {}
     if data.job is not None:
         found["job"] = {
             "name": data.job.name,
@@ -246,10 +249,39 @@ def _facts(one: Evaluated) -> list[tuple[str, str]]:
     check = one.block.get("batch_check")
     if isinstance(check, dict):
         found += [(f"batch check: {name}", str(value)) for name, value in check.items() if not isinstance(value, list)]
+    found += _judged(one.path.parent)
     timings = one.block.get("timings", {})
     found += [(name.replace("_", " "), f"{value:.2f}") for name, value in timings.items()
               if isinstance(value, (int, float))]  # fmt: skip
     return [(name, value) for name, value in found if value]
+
+
+def _calibration(one: Evaluated) -> list[dict[str, str]]:
+    """How well times were predicted, as it stood at the last checkpoint's scoring."""
+    return [
+        {
+            "what": name,
+            "count": f"{found['count']:,}",
+            "error": f"× {found['error']:.2f}",
+            "default_error": f"× {found['default_error']:.2f}",
+            "covered": f"{found['covered']:.0%}",
+        }
+        for name, found in sorted((one.block.get("calibration") or {}).items())
+        if found.get("count")
+    ]
+
+
+def _judged(folder: Path) -> list[tuple[str, str]]:
+    """What judge metrics cost, and where their prompts are."""
+    try:
+        data = json.loads((folder / "judge.json").read_text(encoding="utf-8"))
+        rows = [("judge", f"{data['asked']} asked, {data['from_cache']} known, {data['tokens']:,} tokens")]
+        for task, facts in data["tasks"].items():
+            unreadable = f", {facts['unreadable']} without a verdict" if facts["unreadable"] else ""
+            rows.append((f"judge of {task}", f"{facts['model']}{unreadable}; prompts in judge_{task}.jsonl"))
+        return rows
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _flag_rows(data: ReportData, limit: int = 200) -> list[dict[str, Any]]:
@@ -292,6 +324,8 @@ def _context(data: ReportData) -> dict[str, Any]:
         "faults": _fault_rows(data),
         "flags": _flag_rows(data),
         "facts": _facts(last) if last else [],
+        "left_out": data.left_out,
+        "calibration": _calibration(last) if last else [],
         "trends": _trends(data),
     }
 

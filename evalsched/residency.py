@@ -7,13 +7,16 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evalsched.engine import EngineError, EngineSettings, VllmEngine, prepare_environment
 from evalsched.engine import preload as preload_engine
 from evalsched.messages import ModelRef
 from evalsched.models import ModelFacts
 from planner.errors import BadInputError, one_line
+
+if TYPE_CHECKING:
+    from evalsched.peer_staging import PeerStaging
 
 log = logging.getLogger("planaria.worker")
 _loading = threading.Lock()
@@ -41,6 +44,8 @@ class Resident:
         self._held: ModelRef | None = None
         self._settings: EngineSettings | None = None
         self._staged: Any = None
+        self.peers: PeerStaging | None = None
+        """Passes staged models on between nodes, where this worker's cluster has several."""
         self.starts = 0
         """Engines started in this process."""
         self.swaps = 0
@@ -98,7 +103,12 @@ class Resident:
             return None
         from evalsched.staging import stage
 
-        return stage(Path(model.path), model.digest)
+        if self.peers is None:
+            return stage(Path(model.path), model.digest)
+        staged = stage(Path(model.path), model.digest, copy=self.peers.copy)
+        if staged.reference is not None:
+            self.peers.announce(model.digest)
+        return staged
 
     def _start(self, folder: Path, settings: EngineSettings) -> None:
         if self._engine is not None:

@@ -36,6 +36,8 @@ class Roster:
         """Workers that were given up: what they still say is not listened to."""
         self.sent_model: dict[str, str] = {}
         """Digest of the model that each worker was last sent."""
+        self.sent_group: dict[str, str] = {}
+        """Prefix group of the shard that each worker was last sent."""
 
     def refresh(self, expected: Iterable[str]) -> list[Missing]:
         """Read what workers say; returns those that are dead. ``expected``: workers that have shards."""
@@ -65,6 +67,7 @@ class Roster:
         self.gone.add(worker)
         self.records.pop(worker, None)
         self.sent_model.pop(worker, None)
+        self.sent_group.pop(worker, None)
         self._table.forget(worker)
         return True
 

@@ -6,23 +6,35 @@ returns values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import gc
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from evalsched.engine import EngineSettings, engine_key
 from evalsched.evaluation import Model, describe_model, open_trials
-from evalsched.feeding import PendingShard, RunView
 from evalsched.ledger import Ledger
 from evalsched.messages import ModelRef
 from evalsched.models import ModelFacts
 from evalsched.pace import Pace
+from evalsched.priors import Facts, Predictor
 from evalsched.recording import Recording, RecordJob
 from evalsched.scoring import ScoreOutcome
+from evalsched.shards import prefix_group
 from evalsched.types import EvalSettings, Request, RequestId, Shard, Trial, digest_of
 from planner.events import TrialState
+from planner.packing import PendingShard, RunView
 
+MANY_REQUESTS = 20_000
+"""Requests from which on the garbage collector is told that they stay."""
+EARLY_SECONDS = 10.0
+"""A metric that is expected to take so long is computed as soon as its task is answered."""
+SHORTEST_SHARD = 0.3
+"""Seconds below which no shard is cut."""
 RETRY_SECONDS = 0.5
 """Pause before a failed shard is sent again, doubled with each attempt."""
 
@@ -43,11 +55,19 @@ class RunSpec:
     """Bring the model into the node's memory, once for all workers."""
     target_seconds: float = 5.0
     """Length that shards are cut to."""
+    deadline: float | None = None
+    """When the report should be out, seconds since the epoch; the run presses when that needs all workers."""
+    behind: str = "all"
+    """What is done when evaluation falls behind (:mod:`planner.coalescing`)."""
+    remark: str = ""
+    """What was left out of it, and why; shown in the report."""
 
     @property
     def id(self) -> str:
         """The same for the same evaluation into the same folder."""
         own = {**self.to_json(), "created": 0}
+        for name in ("deadline", "behind", "remark"):
+            del own[name]
         return digest_of(own)[:16]
 
     def to_json(self) -> dict[str, Any]:
@@ -108,9 +128,11 @@ def prepare(spec: RunSpec, found: Identified, ledger: Ledger, recorder: Callable
         MissingServiceError: the ledger is away.
     """
     recording = recorder(RecordJob(settings=spec.settings, tokenizer=str(found.model.path)))
-    trials = open_trials(ledger, recording, spec.settings, found.model, found.engine_key)
-    answered = {one for trial in trials.values() if trial.responses for one in ledger.answered(trial.id)}
     requests = recording.requests()
+    trials = open_trials(ledger, recording, spec.settings, found.model, found.engine_key, requests)
+    answered = {one for trial in trials.values() if trial.responses for one in ledger.answered(trial.id)}
+    if len(requests) > MANY_REQUESTS:
+        gc.freeze()  # they live as long as the run: collections need not walk over them each time
     return Prepared(
         recording=recording,
         trials=trials,
@@ -127,6 +149,10 @@ class WaitingShard:
     attempts: int = 0
     after: float = 0.0
     last_worker: str | None = None
+    tail: float = 0.0
+    """CPU seconds of the longest metric that waits for its answers."""
+    group: str = ""
+    """See :func:`evalsched.shards.prefix_group`."""
 
 
 @dataclass
@@ -141,6 +167,10 @@ class OutShard:
     attempts: int = 0
     begun: float = 0.0
     check: bool = False
+    high: float | None = None
+    """Seconds that it takes at most, by its estimate's uncertainty."""
+    facts: Facts | None = None
+    """What its estimate came from."""
 
 
 @dataclass
@@ -162,6 +192,20 @@ class Run:
     """Estimated seconds of the sample that is run again after the last answer, on the scale of ``pace``."""
     score_seconds: float = 0.0
     """Estimated seconds of scoring."""
+    predictor: Predictor | None = None
+    """Costs of its model by what was known when its requests were cut."""
+    tails: dict[str, float] = field(default_factory=dict)
+    """CPU seconds of each task's metrics."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Unanswered requests per task."""
+    keeping: frozenset[str] = frozenset()
+    """Tasks whose verdicts are kept between scorings: programs that are run, answers that are judged."""
+    early: dict[str, Future[float | None]] = field(default_factory=dict)
+    """Tasks whose metrics were computed, or are being, before the others were answered: the seconds of it."""
+    longest: float = 0.0
+    """Estimated seconds of its longest request."""
+    usual: float = inf
+    """Seconds that shards were cut to."""
     began: float = 0.0
     settled: float = 0.0
     """When its last request was answered, while a shard had not said yet that it ended."""
@@ -184,12 +228,32 @@ class Run:
         pending = tuple(
             PendingShard(
                 shard=name, seconds=one.shard.seconds, attempts=one.attempts, after=one.after,
-                last_worker=one.last_worker,
+                last_worker=one.last_worker, tail=one.tail, group=one.group,
             )
             for name, one in self.waiting.items()
         )  # fmt: skip
         digest = self.model.ref.digest if self.model else ""
-        return RunView(run=self.id, created=self.spec.created, model=digest, pending=pending, weight=self.spec.weight)
+        return RunView(
+            run=self.id, created=self.spec.created, model=digest, pending=pending, weight=self.spec.weight,
+            deadline=self.spec.deadline, usual=self.usual, finest=SHORTEST_SHARD,
+        )  # fmt: skip
+
+    def outline(self) -> RunView:
+        """The run as one shard: enough to compare urgencies."""
+        whole = PendingShard(shard="", seconds=self.slot_seconds, tail=max(self.tails.values(), default=0.0))
+        return RunView(
+            run=self.id, created=self.spec.created, model="", pending=(whole,), weight=self.spec.weight,
+            deadline=self.spec.deadline,
+        )  # fmt: skip
+
+    def wait(self, shard: Shard, **more: Any) -> None:
+        """A shard waits for a worker."""
+        tail = max((self.tails.get(task, 0.0) for task in shard.tasks), default=0.0)
+        self.waiting[shard.id] = WaitingShard(shard=shard, tail=tail, group=prefix_group(shard), **more)
+
+    def cost(self, request: Request) -> float:
+        """Estimated seconds of one of its requests."""
+        return self.pace.cost.get(request.id, 0.0)
 
     def take_back(self, out: OutShard, now: float, *, count: bool) -> None:
         """What is left of a dispatch waits again; ``count``: as a failed attempt."""
@@ -200,14 +264,14 @@ class Run:
         shard = replace(out.shard, requests=left, seconds=seconds)
         attempts = out.attempts + (1 if count else 0)
         after = now + RETRY_SECONDS * 2 ** (attempts - 1) if count else now
-        self.waiting[shard.id] = WaitingShard(
-            shard=shard, attempts=attempts, after=after, last_worker=out.worker if count else None
-        )
+        self.wait(shard, attempts=attempts, after=after, last_worker=out.worker if count else None)
 
     def answered(self, ids: Iterable[RequestId], now: float) -> None:
         """Requests were answered."""
         fresh = [one for one in ids if one in self.open]
         self.open.difference_update(fresh)
+        for one in fresh:
+            self.left[one.task] -= 1
         self.pace.closed(fresh, now)
 
     def fail_task(self, tasks: Collection[str], reason: str) -> None:
@@ -222,6 +286,31 @@ class Run:
             else:
                 del self.waiting[name]
 
+    @property
+    def slot_seconds(self) -> float:
+        """Estimated seconds on one slot of what is not answered."""
+        left = self.pace.left(1, 0.0) if self.pace.measured else None
+        return sum(self.pace.open.values()) if left is None else left
+
+    def early_tasks(self) -> list[str]:
+        """Tasks that are answered, whose metrics take long, while others are not answered yet."""
+        if not self.open:
+            return []
+        return [
+            task
+            for task, seconds in self.tails.items()
+            if seconds >= EARLY_SECONDS
+            and task in self.keeping
+            and self.left[task] <= 0
+            and task not in self.early
+            and task not in self.failed
+        ]
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of its requests was answered."""
+        return self.pace.done > 0
+
     def progress(self, workers: int, now: float) -> tuple[float, float | None]:
         """(share of the requests' work that is done, seconds until the results with so many workers, or None)."""
         if self.over:
@@ -230,14 +319,3 @@ class Run:
         if left is not None:
             left += self.check_seconds * self.pace.factor + self.score_seconds
         return self.pace.share, left
-
-
-def shard_costs(shards: Sequence[Shard]) -> dict[RequestId, float]:
-    """Estimated seconds per request: its share of its shard's, by tokens."""
-    found: dict[RequestId, float] = {}
-    for shard in shards:
-        tokens = [max(1, one.context_tokens) + max(1, one.continuation_tokens) for one in shard.requests]
-        total = sum(tokens) or 1
-        for request, count in zip(shard.requests, tokens, strict=True):
-            found[request.id] = shard.seconds * count / total
-    return found

@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from evalsched.app import make_app
+from evalsched.arrears import Arrears
 from evalsched.conductor import Conductor
 from evalsched.costs import CPU_FLOPS, GPU_FLOPS
-from evalsched.feeding import slots_wanted
 from evalsched.ledger import Ledger, sqlite_url
+from evalsched.messages import ModelRef
 from evalsched.runs import Run, RunSpec
 from evalsched.types import EvalSettings
 from planner.errors import FencedError, PlanariaError, one_line
 from planner.events import TERMINAL, Action, Event, TrialState
 from planner.leases import Lease
 from planner.manifest import step_dir_name
-from planner.messages import CommandFailed, StartWorker, StopWorker, WorkerExited
+from planner.messages import CommandFailed, Stage, StartWorker, StopWorker, WorkerExited
+from planner.packing import slots_wanted
 from planner.store import ClusterStore, Demand, Request
 
 log = logging.getLogger("planaria.evaluation")
@@ -39,6 +41,8 @@ LINGER_SECONDS = 20.0
 """How long slots are kept after the last work, so that the next checkpoint finds a loaded engine."""
 START_TIMEOUT = 60.0
 """Seconds after which a worker that was asked for and never spoke is asked for again."""
+STAGED_AHEAD = 8
+"""Most nodes that a model is brought to before evaluation has slots there."""
 FRUITLESS_STARTS = 3
 GRACE_SECONDS = 5.0
 STATUS_SECONDS = 0.5
@@ -83,7 +87,7 @@ class EvaluationScheduler:
         self._token = self._fence()
         self._conductor = Conductor(
             store, Ledger(self._ledger_url, self._token), make_app(store.url), device=self._device(),
-            kill_worker=self._kill_worker,
+            kill_worker=self._kill_worker, stage=self._stage,
         )  # fmt: skip
         self._posts: dict[int, _Post] = {}
         self._read_to = _Positions(
@@ -92,8 +96,14 @@ class EvaluationScheduler:
         self._busy_until = 0.0
         self._status: tuple[float, dict[str, Any]] = (0.0, {})
         self._metric_post = _MetricPost(store, self._conductor)
+        self._arrears = Arrears(self._conductor)
         self._finished = _finished_rows(store.document("evaluation"))
         self._conductor.restore()
+
+    @property
+    def conductor(self) -> Conductor:
+        """What runs the evaluations."""
+        return self._conductor
 
     def _fence(self) -> int:
         token = self._store.fence()
@@ -117,6 +127,7 @@ class EvaluationScheduler:
         self._read_requests(now)
         self._read_reports(now)
         self._conductor.expected_workers = max(1, len(self._posts))
+        self._arrears.tend(now)
         self._conductor.tick(now)
         self._say_demand(now)
         self._tend_posts(now)
@@ -168,18 +179,20 @@ class EvaluationScheduler:
         step = int(event.details["step"])
         settings = EvalSettings(tasks=tasks, limit=ask.get("limit"), num_fewshot=ask.get("num_fewshot"))
         folder = Path(record["folder"]) / "reports" / step_dir_name(step)
-        self._conductor.add(
-            RunSpec(
-                model=str(event.details["path"]),
-                settings=settings,
-                output=str(folder),
-                created=event.time,
-                job=event.job,
-                step=step,
-                weight=float(record["config"].get("weight", 1.0)),
-                stage=True,
-            )
+        deadline = ask.get("deadline_seconds")
+        spec = RunSpec(
+            model=str(event.details["path"]),
+            settings=settings,
+            output=str(folder),
+            created=event.time,
+            job=event.job,
+            step=step,
+            weight=float(record["config"].get("weight", 1.0)),
+            stage=True,
+            deadline=event.time + float(deadline) if deadline else None,
+            behind=str(ask.get("behind", "all")),
         )
+        self._conductor.add(self._arrears.fitted(spec))
 
     def _read_requests(self, now: float) -> None:
         for entry in self._store.read_requests(self._read_to.requests):
@@ -237,8 +250,6 @@ class EvaluationScheduler:
         """Tell the allocator how many slots evaluation can use, or that it wants none."""
         active = [run for run in self._conductor.runs.values() if not run.over]
         backlog, shards = self._conductor.backlog()
-        backlog += sum(one.shard.seconds for one in self._conductor.out.values())
-        shards += len({one.worker for one in self._conductor.out.values()})
         early = [run for run in active if run.state in (TrialState.QUEUED, TrialState.RECORDING)]
         if active:
             self._busy_until = now + LINGER_SECONDS
@@ -253,6 +264,7 @@ class EvaluationScheduler:
         if wanted == 0:
             return
         rate = GPU_FLOPS if self._device() == "cuda" else CPU_FLOPS
+        load = self._conductor.load_seconds() or START_SECONDS
         counts = tuple(range(1, wanted + 1))
         self._store.set_demand(
             HOLDER,
@@ -264,10 +276,17 @@ class EvaluationScheduler:
                 max_slots=wanted,
                 feasible=counts,
                 throughput={count: count * rate for count in counts},
-                transition_seconds=START_SECONDS,
+                transition_seconds=load,
                 backlog_seconds=max(backlog, 1.0),
                 since=min((run.spec.created for run in active), default=now),
-                details={"shards": shards, "runs": len(active), "keep_warm": not active},
+                details={
+                    "shards": shards,
+                    "runs": len(active),
+                    "keep_warm": not active,
+                    "reports": self._conductor.reports(now),
+                    "load_seconds": load,
+                    "resident": self._conductor.resident(),
+                },
             ),
         )
 
@@ -334,6 +353,15 @@ class EvaluationScheduler:
             self._store.release(post.lease, reason="no worker was on it")
             return
         self._store.send_command(post.lease.node, StopWorker(worker=post.worker, grace_seconds=GRACE_SECONDS))
+
+    def _stage(self, model: ModelRef) -> None:
+        """Nodes that evaluation has slots of, then those with the most: as many as it may come to use."""
+        nodes = [node for node in self._store.nodes() if node.kind == "agent"]
+        mine = {post.lease.node for post in self._posts.values()}
+        nodes.sort(key=lambda node: (node.name not in mine, -node.slots, node.name))
+        _, shards = self._conductor.backlog()
+        for node in nodes[: max(1, len(mine), min(shards, STAGED_AHEAD))]:
+            self._store.send_command(node.name, Stage(path=model.path, digest=model.digest))
 
     def _kill_worker(self, worker: str, reason: str) -> None:
         for post in self._posts.values():

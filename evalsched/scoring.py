@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from evalsched.code_metrics import ALLOW, why_not
+from evalsched.judge import judging
+from evalsched.program_cache import remembering
 from evalsched.recording import LM_EVAL, Recording, load_recording, run_module
 from evalsched.types import EvalSettings, RequestId, Response
 from planner.errors import BadInputError, ExitCode, PlanariaError, WorkFailedError, one_line
@@ -41,6 +43,10 @@ class ScoreJob:
     """Tasks that could not be completed, with the reason: they get no number, their groups neither."""
     max_length: int | None = None
     """The engine's window in tokens, for the results file."""
+    verdicts: str = ""
+    """JSON lines of :class:`evalsched.judge.Verdict` that the ledger holds."""
+    keep: str = ""
+    """Folder where verdicts of judges and on programs are kept between scorings; the output's when left out."""
     block: Mapping[str, Any] = field(default_factory=dict)
     """Further entries of the results' ``planaria`` block (engine, versions, timings, exactness …)."""
 
@@ -144,7 +150,15 @@ def score(job: ScoreJob, answers: Mapping[RequestId, Response] | None = None) ->
     found = answers if answers is not None else read_answers(Path(job.answers))
     if missing := missing_answers(recording, found, job.failed):
         raise WorkFailedError(f"{job.model}: {len(missing)} requests have no answer, the first is {tuple(missing[0])}")
-    with LM_EVAL, _allowing(job.settings.allow_unsafe_code):
+    known = Path(job.verdicts) if job.verdicts else None
+    keep = Path(job.keep or job.output)
+    keep.mkdir(parents=True, exist_ok=True)
+    with (
+        LM_EVAL,
+        _allowing(job.settings.allow_unsafe_code),
+        remembering(keep),
+        judging(Path(job.output), known, keep),
+    ):
         return score_job(job, recording, found)
 
 

@@ -18,6 +18,8 @@ from evalsched.types import Request, Shard, canonical_json, digest_of
 Cost = Callable[[Request], float]
 """Estimated seconds of one request on one slot."""
 
+PREFIX_LETTERS = 400
+"""Length of a prompt's beginning by which generation shards are grouped."""
 MAX_REQUESTS = 5000
 """Bound on a shard's requests, which keeps its message small whatever the estimate says."""
 
@@ -70,6 +72,31 @@ def split(shard: Shard, cost: Cost, parts: int = 2, *, scope: str = "") -> list[
     half = math.ceil(len(shard.requests) / parts)
     pieces = [shard.requests[i : i + half] for i in range(0, len(shard.requests), half)]
     return [_shard([_Atom(piece, sum(cost(r) for r in piece))], scope) for piece in pieces]
+
+
+def take(shard: Shard, cost: Cost, seconds: float, *, scope: str = "") -> tuple[Shard, Shard | None]:
+    """The first atoms of ``shard``, about ``seconds`` of them and one at least, and the rest (None: nothing is left).
+
+    Both have ids of their own, by what is in them.
+    """
+    scoring = [one for one in shard.requests if one.request_type != "generate_until"]
+    generation = [one for one in shard.requests if one.request_type == "generate_until"]
+    atoms = [*_scoring_atoms(scoring, cost), *_generation_atoms(generation, cost)]
+    held, count = 0.0, 0
+    for atom in atoms:
+        if count and held + atom.seconds / 2 > seconds:
+            break
+        held, count = held + atom.seconds, count + 1
+    if count == len(atoms):
+        return shard, None
+    return _shard(atoms[:count], scope), _shard(atoms[count:], scope)
+
+
+def prefix_group(shard: Shard) -> str:
+    """Shards of one group begin with the same prompt text, which the engine's prefix cache then holds; "" for
+    scoring, which never reads that cache."""
+    first = shard.requests[0]
+    return "" if first.request_type != "generate_until" else digest_of([first.task, first.context[:PREFIX_LETTERS]])[:8]
 
 
 def _scoring_atoms(requests: Sequence[Request], cost: Cost) -> list[_Atom]:

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +58,16 @@ class Staged:
             self.reference.unlink(missing_ok=True)
 
 
-def stage(source: Path, digest: str, *, root: Path | None = None, budget: int | None = None) -> Staged:
+Copy = Callable[[Path, Path, str], None]
+"""``copy(source, work, digest)``: brings a model into ``work``, going on with what is there already."""
+
+
+def stage(
+    source: Path, digest: str, *, root: Path | None = None, budget: int | None = None, copy: Copy | None = None
+) -> Staged:
     """``source`` in memory; where it does not fit beside what others use, ``source`` itself.
+
+    ``copy``: where the bytes come from instead of ``source`` (:class:`evalsched.peer_staging.PeerStaging`).
 
     Raises:
         BadInputError: what was copied has another digest than ``digest``: the source changed, or was never it.
@@ -73,7 +81,7 @@ def stage(source: Path, digest: str, *, root: Path | None = None, budget: int | 
             if not _make_room(base, size, staging_budget(base) if budget is None else budget):
                 log.warning("action=stage.skipped source=%s bytes=%d reason=no room", source, size)
                 return Staged(source, None)
-            _copy(source, target, digest)
+            _bring(source, target, digest, copy or (lambda source, work, _: copy_files(source, work)))
         return Staged(target, _refer(base, digest))
 
 
@@ -146,28 +154,50 @@ def unstage(digest: str, *, root: Path | None = None) -> bool:
         return True
 
 
-def _copy(source: Path, target: Path, digest: str) -> None:
-    """Copy beside the target (a part left by a process that died is begun anew), verify, move into place."""
+def _bring(source: Path, target: Path, digest: str, copy: Copy) -> None:
+    """Copy beside the target, going on with what a process that died left there; verify, move into place."""
     work = target.with_name(f".{target.name}.part")
-    shutil.rmtree(work, ignore_errors=True)
     started = time.monotonic()
+    left = work.is_dir()
     try:
-        shutil.copytree(source, work, copy_function=_copy_file)
-        found = model_digest(work)
-        if found != digest:
-            raise BadInputError(f"{source}: its digest is {found}, {digest} was asked for; it changed meanwhile")
-        work.rename(target)
+        while True:
+            work.mkdir(exist_ok=True)
+            copy(source, work, digest)
+            found = model_digest(work)
+            if found == digest:
+                break
+            shutil.rmtree(work, ignore_errors=True)
+            if not left:
+                raise BadInputError(f"{source}: its digest is {found}, {digest} was asked for; it changed meanwhile")
+            left = False  # what was left was of another content: once more from the start
+        with contextlib.suppress(OSError):
+            work.rename(target)
+        if not target.is_dir():
+            raise OSError("the copy could not be moved into place")
     except (OSError, shutil.Error) as error:
-        raise BadInputError(f"{source}: cannot be staged ({one_line(error)})") from error
-    finally:
         shutil.rmtree(work, ignore_errors=True)
+        raise BadInputError(f"{source}: cannot be staged ({one_line(error)})") from error
     log.info("action=staged source=%s seconds=%.2f", source, time.monotonic() - started)
 
 
-def _copy_file(source: str, target: str) -> str:
-    with open(source, "rb") as reading, open(target, "wb") as writing:
-        shutil.copyfileobj(reading, writing, _CHUNK)
-    return target
+def copy_files(source: Path, work: Path, pace: Callable[[int], None] = lambda _: None) -> None:
+    """Copy a folder's files, from where a broken copy ended; ``pace`` is called with each piece's bytes.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    for path in sorted(one for one in source.rglob("*") if one.is_file()):
+        target = work / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        have = target.stat().st_size if target.exists() else 0
+        if have > path.stat().st_size:
+            have = 0
+        with path.open("rb") as reading, target.open("r+b" if have else "wb") as writing:
+            reading.seek(have)
+            writing.seek(have)
+            while chunk := reading.read(_CHUNK):
+                writing.write(chunk)
+                pace(len(chunk))
 
 
 @contextlib.contextmanager
@@ -178,16 +208,32 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Stage ``PATH DIGEST`` and print where it lies; the reference is this process's and ends with it."""
+    """Stage ``PATH DIGEST`` and print where it lies, or ``--drop DIGEST``. The reference is this process's and ends
+    with it. In a cluster (``PLANARIA_URL``) it comes from a peer where one has it."""
     if len(sys.argv) != 3:
-        print("usage: python -m evalsched.staging PATH DIGEST", file=sys.stderr)
+        print("usage: python -m evalsched.staging PATH DIGEST | --drop DIGEST", file=sys.stderr)
         return 2
     try:
-        print(stage(Path(sys.argv[1]), sys.argv[2]).folder)
+        if sys.argv[1] == "--drop":
+            unstage(sys.argv[2])
+        else:
+            print(stage(Path(sys.argv[1]), sys.argv[2], copy=_from_peers()).folder)
     except PlanariaError as error:
         print(f"planaria: {one_line(error)}", file=sys.stderr)
         return int(error.exit_code)
     return 0
+
+
+def _from_peers() -> Copy | None:
+    if "PLANARIA_URL" not in os.environ or "PLANARIA_NODE" not in os.environ:
+        return None
+    from evalsched.peer_staging import PeerStaging, address_towards
+    from planner.cluster import connect
+
+    store, _ = connect(None, None)
+    if store.secret is None:
+        return None
+    return PeerStaging(store, os.environ["PLANARIA_NODE"], address_towards(store.url)).copy
 
 
 if __name__ == "__main__":

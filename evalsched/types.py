@@ -161,7 +161,17 @@ class Request:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Request:
         """The request that :meth:`to_json` wrote."""
-        return cls(**{**data, "arguments": tuple(data["arguments"])})
+        return cls(
+            request_type=data["request_type"],
+            task=data["task"],
+            doc_id=data["doc_id"],
+            idx=data["idx"],
+            occurrence=data["occurrence"],
+            arguments=tuple(data["arguments"]),
+            context_tokens=data["context_tokens"],
+            continuation_tokens=data["continuation_tokens"],
+            digest=data["digest"],
+        )
 
 
 def request_digest(request_type: str, arguments: Iterable[Any]) -> str:
@@ -207,11 +217,18 @@ class Response:
             ValueError: the value has not the shape that the request type needs.
         """
         identity = RequestId(*data["id"])
-        own = {**data, "id": identity, "flags": tuple(data.get("flags", ()))}
-        own["value"] = checked_value(identity.request_type, data.get("value"))
-        if own["value"] is None and not own.get("error"):
+        value, error = checked_value(identity.request_type, data.get("value")), data.get("error")
+        if value is None and not error:
             raise ValueError(f"{identity}: neither a value nor an error")
-        return cls(**own)
+        return cls(
+            id=identity,
+            value=value,
+            prompt_tokens=data.get("prompt_tokens", 0),
+            generated_tokens=data.get("generated_tokens", 0),
+            flags=tuple(data.get("flags", ())),
+            error=error,
+            seconds=data.get("seconds", 0.0),
+        )
 
 
 def _number(value: Any) -> float:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -43,6 +43,9 @@ from planner.events import Action
 from planner.leases import RenewStatus
 from planner.store import ClusterStore
 from planner.worker_table import WorkerTable
+
+if TYPE_CHECKING:
+    from evalsched.peer_staging import PeerStaging
 
 log = logging.getLogger("planaria.worker")
 
@@ -86,6 +89,8 @@ class Worker:
         self._idle.set()
         self._exit = leave
         self._leaving = threading.Lock()
+        self._came_up = 0.0
+        """Seconds from the process's start until it listened."""
         self._facts: dict[str, Any] = {"state": "starting", "progress": time.time()}
 
     # ------------------------------------------------------------------ life
@@ -101,6 +106,7 @@ class Worker:
 
     def ready(self) -> None:
         """The consumer listens."""
+        self._came_up = _age()
         self._say(state="ready")
         self.store.tell(Action.WORKER_READY, worker=self.name, node=self.place.node, kind=self.kind)
 
@@ -159,12 +165,16 @@ class Worker:
             if self._facts.get("state") == "busy":
                 self._idle.wait(LEAVE_SECONDS)
             self._answer(Left(worker=self.name, lease_token=self.place.token, reason=reason))
+            self._withdraw()
             self.table.forget(self.name)
             self._give_back()
         except PlanariaError as error:
             log.error("action=worker.leave reason=%s", error)
         finally:
             self._exit(int(code))
+
+    def _withdraw(self) -> None:
+        """Take back what others may have been told of this process."""
 
     def _give_back(self) -> None:
         """An agent sees this process end a moment later and confirms its slots; a node of its own leaves with it."""
@@ -193,7 +203,7 @@ class Worker:
     def metric(self, raw: Any, delivery: str) -> None:
         """Record or score; the answer says how it went."""
         message = self._parse(raw, Metric)
-        if message is None or not self.table.claim(message.dispatch, self.name, delivery):
+        if message is None or self.table.claim(message.dispatch, self.name, delivery) is None:
             return
         started = time.monotonic()
         self._say(state="busy", dispatch=message.dispatch)
@@ -245,7 +255,17 @@ class InferWorker(Worker):
         from evalsched.residency import Resident
 
         self.resident = Resident(threads=int(os.environ.get("OMP_NUM_THREADS", "1") or 1))
+        self.peers: PeerStaging | None = None
+        if place.lease is not None and store.secret is not None:
+            from evalsched.peer_staging import PeerStaging, address_towards
+
+            self.peers = self.resident.peers = PeerStaging(store, place.node, address_towards(store.url))
         self._first_memory: int | None = None
+        self._loaded_memory = 0
+
+    def _withdraw(self) -> None:
+        if self.peers is not None:
+            self.peers.withdraw()
 
     @property
     def queue(self) -> str:
@@ -268,6 +288,9 @@ class InferWorker(Worker):
             self.store.tell(
                 Action.WORKER_SWAPPED, worker=self.name, model=message.model.digest, how=swapped, seconds=seconds
             )
+            self._loaded_memory = _memory()
+        if swapped == "start":
+            self._facts["start_seconds"] = self._came_up + seconds
         self._say(state="ready", model=message.model.digest, starts=self.resident.starts, swaps=self.resident.swaps)
         return seconds
 
@@ -278,32 +301,34 @@ class InferWorker(Worker):
             return
         if self.stopping.is_set():
             return
-        if not self.table.claim(message.dispatch, self.name, delivery):
+        record = self.table.claim(message.dispatch, self.name, delivery)
+        if record is None:
             self.store.tell(
                 Action.MESSAGE_REFUSED, source=self.queue, reason=f"dispatch {message.dispatch} was begun before"
             )
             return
         self._idle.clear()
         try:
-            self._run(message)
+            self._run(message, record.get("shard"))
         finally:
             self._idle.set()
 
-    def _run(self, message: RunShard) -> None:
+    def _run(self, message: RunShard, described: Any) -> None:
         from evalsched.engine import EngineError
         from evalsched.residency import NewProcessNeededError
         from evalsched.types import Shard
 
         load_seconds = 0.0
         try:
-            shard = Shard.from_json(message.shard)
+            shard = Shard.from_json(described)
             load_seconds = self._load(message)
             started = time.monotonic()
             self._say(state="busy", dispatch=message.dispatch, shard=shard.id, done=0, total=len(shard.requests))
             complete = self._answer_all(message, shard)
             outcome: Outcome = "done" if complete else "handed_back"
             reason = "" if complete else "the worker leaves"
-            self._end(message, outcome, reason, seconds=time.monotonic() - started, load_seconds=load_seconds)
+            seconds, grown = time.monotonic() - started, max(0, _memory(peak=True) - self._loaded_memory)
+            self._end(message, outcome, reason, seconds=seconds, load_seconds=load_seconds, memory=grown)
         except NewProcessNeededError as error:
             self._end(message, "handed_back", one_line(error))
             self._idle.set()
@@ -365,10 +390,19 @@ class InferWorker(Worker):
             self.leave(f"recycled: its memory grew from {self._first_memory >> 20} to {memory >> 20} MiB")
 
 
-def _memory() -> int:
-    """Resident bytes of this process."""
-    with open("/proc/self/statm") as stream:
-        return int(stream.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+def _memory(*, peak: bool = False) -> int:
+    """Resident bytes of this process, now or at the most."""
+    with open("/proc/self/status") as stream:
+        text = stream.read()
+    return int(text.partition("VmHWM:" if peak else "VmRSS:")[2].split()[0]) << 10
+
+
+def _age() -> float:
+    """Seconds since this process was started."""
+    with open("/proc/self/stat") as stream:
+        ticks = int(stream.read().rpartition(")")[2].split()[19])
+    with open("/proc/uptime") as stream:
+        return max(0.0, float(stream.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 # ---------------------------------------------------------------------- starting

@@ -102,6 +102,23 @@ class NodeUp:
 
     node: str
     ranks: frozenset[tuple[int, int]]
+    ready: bool = True
+    """False: it has gone, after ending what it ran."""
+
+
+@dataclass(frozen=True)
+class NodeLeaving:
+    """A node was told to leave: its ranks get SIGTERM, and a little later nothing runs there any more."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class NodeBroken:
+    """A node's own checks say that it must be isolated."""
+
+    node: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -142,20 +159,9 @@ class Tick:
 
 
 JobEvent = (
-    Holding
-    | StoreAt
-    | Started
-    | Said
-    | Persisted
-    | Exited
-    | CommandRefused
-    | NodeUp
-    | Asked
-    | Stuck
-    | Spiked
-    | ExportEnded
-    | Tick
-)
+    Holding | StoreAt | Started | Said | Persisted | Exited | CommandRefused | NodeUp | NodeLeaving | NodeBroken
+    | Asked | Stuck | Spiked | ExportEnded | Tick
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- what is done

@@ -26,6 +26,8 @@ from planner.severity import Method, Severity
 SETTLE_SECONDS = 0.5
 """How long the echo of a fault (a peer's broken collective) waits for the fault itself."""
 _SIGNALS = {9: "sigkill", 15: "sigterm", 11: "sigsegv", 6: "sigabrt", 19: "sigstop", 7: "sigbus", 2: "sigint"}
+_OWN_CODES = (ExitCode.BAD_INPUT, ExitCode.MISSING_SERVICE, ExitCode.GIVEN_UP)
+"""Exit codes before which a rank prints its reason as its last line."""
 
 _TAKING = frozenset(
     {
@@ -33,6 +35,10 @@ _TAKING = frozenset(
     }
 )  # fmt: skip
 """Injected faults that end or stop the rank."""
+
+_GONE = frozenset({"lost_connection", "node_failure", "preempted"})
+"""Failures that are over when the node's agent is back: until then nothing is granted there anyway, and whoever comes
+back is welcome without a person's word."""
 
 Ending = Callable[[Turn, JobState, str], None]
 
@@ -43,10 +49,24 @@ Ending = Callable[[Turn, JobState, str], None]
 def exited(turn: Turn, rank: RankRecord, event: Exited) -> None:
     """A rank is gone and had not said that it was done."""
     kind = _SIGNALS.get(event.signal or 0, f"signal {event.signal}") if event.signal else "exit"
-    tail = event.tail.strip().splitlines()
-    seen = _seen(turn, rank, Method.PROCESS_SUPERVISION, exit_code=event.code, message=tail[-1][:500] if tail else "",
-                 verdict=event.verdict)  # fmt: skip
+    message = exit_reason(event)
+    seen = _seen(turn, rank, Method.PROCESS_SUPERVISION, exit_code=event.code, message=message, verdict=event.verdict)
     _note(turn, kind, seen)
+
+
+def exit_reason(event: Exited) -> str:
+    """How a rank ended, in words; empty for a quiet end. The log's last line says why only where an exception ended
+    it: after a signal, or an exit from somewhere inside a library, it is whatever was printed last."""
+    if event.signal is not None:
+        return f"ended by {_SIGNALS.get(event.signal, f'signal {event.signal}').upper()}"
+    if event.exit_code is None:
+        return "its end was seen, its exit code not (its agent was not its parent)"
+    if event.exit_code == 0:
+        return ""
+    tail = event.tail.strip().splitlines()
+    raised = event.exit_code in _OWN_CODES or any(line.startswith("Traceback (most recent call last)") for line in tail)
+    last = f": {tail[-1][:300]}" if tail and raised else ""
+    return f"exited with code {event.exit_code}{last}"
 
 
 def exception(turn: Turn, rank: RankRecord, message: Any) -> None:
@@ -59,21 +79,17 @@ def exception(turn: Turn, rank: RankRecord, message: Any) -> None:
     _note(turn, "exception", seen)
 
 
-def left(turn: Turn, rank: RankRecord, message: Any) -> None:
-    """A rank left its collective and waits for what is decided."""
-    collective = message.collective or (None if message.own else "unknown")
-    kind, reason = (message.type, message.message) if message.own else ("ConnectionError", "made to leave by a peer")
-    seen = _seen(
-        turn, rank, Method.EXCEPTION_PROPAGATION, exception_type=kind, message=reason[:1000],
-        collective=collective, step=message.step + 1, verdict=message.verdict if message.own else None,
-    )  # fmt: skip
-    _note(turn, "exception", seen)
-
-
 def node_lost(turn: Turn, rank: RankRecord, reason: str) -> None:
     """A rank's node is gone: its lease ended or its agent came back without it."""
     rank.gone = True
     _note(turn, "node_lost", _seen(turn, rank, Method.NODE_HEALTH, message=f"lost connection: {reason}"))
+
+
+def node_broken(turn: Turn, node: str, reason: str) -> None:
+    """The node's own checks found it broken while its ranks still run: the job goes on without them."""
+    hit = [rank for rank in turn.job.alive() if rank.node == node]
+    if hit and turn.job.stage not in ("none", "stopping"):
+        _note(turn, "node_broken", _seen(turn, hit[0], Method.NODE_HEALTH, message=reason))
 
 
 def refused(turn: Turn, rank: RankRecord, reason: str) -> None:
@@ -108,6 +124,12 @@ def stuck(turn: Turn, finding: Finding) -> None:
 
 def rank_left(turn: Turn, rank: RankRecord, message: Any) -> None:
     """A rank is out of its collective and waits: because of itself, or because of a peer."""
+    if message.own:
+        turn.tell(
+            Action.RANK_EXCEPTION, reason=f"{message.type}: {message.message}"[:500], time=message.time,
+            rank=rank.rank, node=rank.node, step=message.step + 1, phase=message.phase, collective=message.collective,
+            traceback=message.traceback,
+        )  # fmt: skip
     # Who was made to leave says nothing of itself: that is the echo of a broken connection.
     kind, place = (message.type, message.collective) if message.own else ("ConnectionError", "unknown")
     seen = _seen(
@@ -149,8 +171,17 @@ def leave_slots(turn: Turn, reason: str) -> None:
 
 def injected(turn: Turn, index: int, time: float, step: int) -> None:
     """An injected fault fires: if it is one that takes the rank, what is detected next is it and occurred then."""
-    if turn.job.settings.faults[index].kind in _TAKING:
-        turn.job.firing = (index, time, step)
+    job = turn.job
+    asked = job.settings.faults[index]
+    if asked.kind not in _TAKING:
+        return
+    fault = job.fault
+    if fault is None or fault.injected is not None or time > fault.detected + SETTLE_SECONDS:
+        job.firing = (index, time, step)
+        return
+    # Its echo on another node was heard first.
+    fault.injected, fault.kind, fault.rank = index, asked.kind.value, asked.rank
+    fault.occurred, fault.step = time, step
 
 
 def _seen(turn: Turn, rank: RankRecord, method: Method, **more: Any) -> Seen:
@@ -163,6 +194,7 @@ def _seen(turn: Turn, rank: RankRecord, method: Method, **more: Any) -> Seen:
 def _note(turn: Turn, kind: str, seen: Seen) -> None:
     """Add to the fault at hand, or open one: then the ranks heal in place, or those that are left are ended."""
     job = turn.job
+    seen.kind = kind
     healing = job.stage == "stopping" and job.stop_why == "heal"
     if job.stage == "stopping" and job.stop_why == "cancel":
         return
@@ -229,6 +261,7 @@ def _open(turn: Turn, kind: str, seen: Seen) -> None:
 def act(turn: Turn) -> None:
     """End the ranks that are left; the cure is chosen when the last is gone."""
     turn.job.settle_until = None
+    job_healing.dismiss_joiners(turn)
     stop_ranks(turn, "heal", 0.0)
 
 
@@ -294,7 +327,7 @@ def judge(turn: Turn, *, process_alive: bool, can_heal: bool) -> escalation.Cure
         return escalation.Cure.GIVE_UP if job.given_up else escalation.Cure.RESTART_ALL
     root, verdict, seen = _root(fault)
     if fault.injected is None:
-        fault.rank, fault.step = seen.origin, seen.step
+        fault.rank, fault.step, fault.kind = seen.origin, seen.step, seen.kind or fault.kind
     final = _hopeless(fault)
     judged = Severity.STOP if final else verdict.severity
     fault.severity, fault.cause = judged.value, verdict.name
@@ -320,7 +353,7 @@ def judge(turn: Turn, *, process_alive: bool, can_heal: bool) -> escalation.Cure
     chosen = decision.cure or escalation.Cure.RESTART_ALL
     fault.cure = chosen.value
     turn.tell(Action.DECISION, reason=decision.reason, cure=chosen.value, rank=seen.origin, node=seen.node)
-    if chosen is escalation.Cure.ISOLATE:
+    if chosen is escalation.Cure.ISOLATE and verdict.name not in _GONE:
         turn.do(Cordon(seen.node, decision.reason))
     elif chosen is escalation.Cure.GIVE_UP:
         job.given_up = _bad_input(fault) if _is_bad_input(fault) else decision.reason
@@ -377,6 +410,8 @@ def recovered(turn: Turn, step: int, time: float) -> None:
         return
     fault.recovered = time
     seconds = fault.summary()["recovered_seconds"]
+    if job.former:  # the survivors went on in their processes
+        job.heal_seconds = max(seconds, 0.5 * (job.heal_seconds or 0.0))
     turn.tell(
         Action.FAULT_RECOVERED, time=time, seconds=seconds, step=step, rank=fault.rank, kind=fault.kind,
         cure=fault.cure, fault_step=fault.step,

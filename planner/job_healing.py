@@ -20,7 +20,7 @@ from planner.job_rates import feasible
 from planner.job_record import JobRecord, Parting, RankRecord
 from planner.job_turn import Turn
 from planner.leases import Lease
-from planner.messages import LeaveCollective, Reform, StopRanks, TellRanks
+from planner.messages import LeaveCollective, Reform, StartStore, StopRanks, StopStore, TellRanks
 from planner.rank_map import Grid, enlarged, grid, without
 from planner.types import Node, Slot
 
@@ -33,7 +33,13 @@ once."""
 REFORM_SECONDS = 60.0
 """Longest re-forming, from the order to the last rank's word."""
 SAVE_SECONDS = 60.0
-"""The same while a checkpoint is written: a rank that writes a file notices nothing before it is done."""
+"""The same while a checkpoint is written, before it is known how long that takes: a rank that writes a file notices
+nothing before it is done."""
+SAVE_FLOOR_SECONDS = 15.0
+"""The least while a checkpoint is written: the first save of a process takes many times as long as the next ones."""
+STORE_SECONDS = 15.0
+"""Longest wait of ranks that are out of their collective for another rendezvous store, where theirs went with its
+node."""
 JOINER_SECONDS = 180.0
 """Longest start of a rank that is to join."""
 JOIN_PAUSE = 5.0
@@ -70,19 +76,26 @@ def begin(turn: Turn, broken: Iterable[int] = (), *, overdue: bool = False) -> N
     """
     job = turn.job
     job.settle_until = None
-    dismiss_joiners(turn)
+    # Whoever waits to join goes on starting; only who has not reached its agent yet could not be told of its new name.
+    dismiss(turn, [rank for rank in job.joiners if not rank.hello])
     ranks = sorted(set(broken))
     if job.stage != "leaving":
         turn.stage("leaving")
-        patience = SILENT_SECONDS if overdue else max(LEAVE_SECONDS, 3.0 * (job.step_seconds or 0.0))
-        if any(rank.phase == "save" for rank in job.alive()):
-            patience = SAVE_SECONDS
-        job.due = turn.now + patience
+        job.due = turn.now + _patience(job, overdue)
         for rank in job.ranks:
             rank.reformed = True
     order = LeaveCollective(incarnation=job.incarnation, reason=job.reason or "a rank is broken", ranks=ranks)
     for node in _nodes(job.alive()):
         turn.do(Send(node, TellRanks(job=job.id, incarnation=job.incarnation, message=order)))
+
+
+def _patience(job: JobRecord, overdue: bool) -> float:
+    """Seconds that ranks get to be out of the collective."""
+    if any(rank.phase == "save" for rank in job.alive()):
+        if job.save_seconds is None:
+            return SAVE_SECONDS
+        return min(SAVE_SECONDS, max(SAVE_FLOOR_SECONDS, 3.0 * job.save_seconds))
+    return SILENT_SECONDS if overdue else max(LEAVE_SECONDS, 3.0 * (job.step_seconds or 0.0))
 
 
 def left(turn: Turn, rank: RankRecord, message: object) -> None:
@@ -111,7 +124,9 @@ def settle(turn: Turn) -> None:
     elif not alive:
         job_faults.act(turn)
     elif all(rank.left or rank.doomed for rank in alive):
-        _decide(turn)
+        # A store that is about to be there is worth waiting for: without it all ranks would have to start anew.
+        if job.store_host or (job.due is not None and turn.now > job.due + STORE_SECONDS):
+            _decide(turn)
     elif job.due is not None and turn.now > job.due:
         hung = [rank for rank in alive if not (rank.left or rank.doomed)]
         for rank in hung:
@@ -120,7 +135,7 @@ def settle(turn: Turn) -> None:
         job_faults.note_silent(turn, hung)
         # Its peers have shut their connections to it, so nobody need wait until it is gone.
         _end(turn, hung, capture_stack=True)
-        _decide(turn)
+        settle(turn)
 
 
 def _end(turn: Turn, ranks: Sequence[RankRecord], *, capture_stack: bool = False) -> None:
@@ -150,6 +165,7 @@ def _decide(turn: Turn) -> None:
         lost = gone
     elif chosen is escalation.Cure.ISOLATE and faulty is not None:
         lost |= {rank.rank for rank in job.ranks if rank.node == faulty.node}
+        dismiss(turn, [rank for rank in job.joiners if rank.node == faulty.node])
     survivors = without(layout(job), lost)
     if chosen in (escalation.Cure.GIVE_UP, escalation.Cure.RESTART_ALL) or survivors is None:
         job_faults.act(turn)
@@ -157,6 +173,26 @@ def _decide(turn: Turn) -> None:
     after, names = survivors
     _end(turn, [rank for rank in job.alive() if rank.rank not in names and not rank.hung])
     order(turn, after, names, reason=f"heals without ranks {sorted(lost)}" if lost else "retries in place")
+
+
+# ---------------------------------------------------------------- the rendezvous store
+
+
+def keep_store(turn: Turn) -> None:
+    """Have the rendezvous store on a node where ranks of the job stay: it is gone with its node."""
+    job = turn.job
+    here = [rank.node for rank in job.alive() if rank.node not in job.leaving_nodes]
+    if job.stage in ("running", "leaving") and here and job.store_node not in here:
+        if job.store_node is not None:
+            turn.do(Send(job.store_node, StopStore(job=job.id)))
+        start_store(turn, here[0])
+
+
+def start_store(turn: Turn, node: str) -> None:
+    """Start the store (anew) beside the running ranks; until it answers nobody can re-form."""
+    job = turn.job
+    job.store_node, job.store_host = node, ""
+    turn.do(Send(node, StartStore(job=job.id, incarnation=job.incarnation)))
 
 
 # ---------------------------------------------------------------- the order
@@ -171,14 +207,18 @@ def order(
     joining: Mapping[int, int] | None = None,
     boundary: bool = False,
 ) -> None:
-    """Order the ranks of ``names`` (old → new) and ``joining`` (name → new) into the next incarnation."""
+    """Order the ranks of ``names`` (old → new) and ``joining`` (name → new) into the next incarnation.
+
+    Those that wait to join and are not taken in yet go on waiting, known under the new incarnation.
+    """
     job = turn.job
     joining = dict(joining or {})
+    waiting = {rank.rank: rank.rank for rank in job.joiners if rank.rank not in joining}
     was, job.former = job.incarnation, job.incarnation
     job.incarnation += 1
     reform = Reform(
         incarnation=job.incarnation,
-        ranks={**names, **joining},
+        ranks={**names, **joining, **waiting},
         world_size=after.world,
         joining=sorted(joining.values()),
         sources=_sources(job, after, names, joining),
@@ -187,9 +227,11 @@ def order(
         reason=reason,
         at_boundary=boundary,
         fired_faults=job.fired,
+        told_step=job.told_step,
     )
     nodes = _nodes([*job.alive(), *job.joiners])
     _rename(job, names, joining, turn.now)
+    job.renamed |= waiting
     job.size, job.partial, job.progressed, job.boundary = after.world, {}, False, boundary
     turn.stage("reforming")
     job.due = turn.now + REFORM_SECONDS + (10.0 * (job.step_seconds or 0.0) if boundary else 0.0)
@@ -263,6 +305,12 @@ def reformed(turn: Turn, rank: RankRecord, message: object) -> None:
         turn.stage("running")
 
 
+def allow_time(job: JobRecord, now: float) -> None:
+    """Whoever listens was away: what the ranks said meanwhile is still to be read before anything is overdue."""
+    if job.due is not None:
+        job.due = max(job.due, now + LEAVE_SECONDS)
+
+
 def overdue(turn: Turn) -> None:
     """Re-forming took too long: all ranks are started anew."""
     job = turn.job
@@ -277,7 +325,7 @@ def translate(job: JobRecord, incarnation: int, rank: int) -> RankRecord | None:
     if incarnation == job.incarnation:
         return job.rank(rank) or job.joiner(rank)
     if incarnation == job.former and rank in job.renamed:
-        return job.rank(job.renamed[rank])
+        return job.rank(job.renamed[rank]) or job.joiner(job.renamed[rank])
     return None
 
 
@@ -295,7 +343,8 @@ def parted(turn: Turn, incarnation: int, rank: int) -> bool:
 def follow(turn: Turn, leases: Sequence[Lease]) -> None:
     """Bring the running incarnation to the slots that the allocator grants, at a step's end."""
     job = turn.job
-    if job.stage != "running" or not job.progressed or job.fault is not None or job.wanted != "run":
+    quiet = job.stage == "running" and job.progressed and job.fault is None and job.wanted == "run"
+    if not quiet or not job.store_host:
         return
     leaving = {lease.id for lease in leases if lease.revoked is not None}
     if leaving & {rank.lease for rank in job.ranks}:
@@ -305,7 +354,7 @@ def follow(turn: Turn, leases: Sequence[Lease]) -> None:
     free = [
         (lease, slot)
         for lease in sorted(leases, key=lambda lease: (lease.node, lease.token))
-        if lease.revoked is None
+        if lease.revoked is None and lease.node not in job.leaving_nodes
         for slot in lease.slots
         if (lease.id, slot) not in job.taken()
     ]
@@ -375,12 +424,12 @@ def _take_in(turn: Turn) -> None:
 def _drop_late_joiners(turn: Turn, leaving: Collection[str]) -> None:
     """Joiners whose lease is taken back, or that do not get ready."""
     late = [rank for rank in turn.job.joiners if rank.lease in leaving or turn.now - rank.since > JOINER_SECONDS]
-    _dismiss(turn, late)
+    dismiss(turn, late)
 
 
 def dismiss_joiners(turn: Turn) -> None:
-    """End the ranks that were to join: something else comes first, and they are started again after it."""
-    _dismiss(turn, list(turn.job.joiners))
+    """End the ranks that were to join: the slots are wanted, or all ranks are to be started anew."""
+    dismiss(turn, list(turn.job.joiners))
 
 
 def forget(job: JobRecord, node: str) -> None:
@@ -394,7 +443,8 @@ def expire(turn: Turn) -> None:
     turn.job.parting = [one for one in turn.job.parting if turn.now - one.since < PARTING_SECONDS]
 
 
-def _dismiss(turn: Turn, joiners: Sequence[RankRecord]) -> None:
+def dismiss(turn: Turn, joiners: Sequence[RankRecord]) -> None:
+    """End these ranks that were to join."""
     job = turn.job
     _end(turn, joiners)
     for rank in joiners:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from planner import escalation, job_faults, job_healing, job_progress, job_rollback
+from planner import escalation, job_faults, job_healing, job_leaving, job_progress, job_rollback
 from planner.events import Action, JobState
 from planner.job_events import (
     Asked,
@@ -20,6 +20,8 @@ from planner.job_events import (
     Holding,
     JobAction,
     JobEvent,
+    NodeBroken,
+    NodeLeaving,
     NodeUp,
     Persisted,
     Release,
@@ -93,6 +95,10 @@ def _take(turn: Turn, event: JobEvent) -> None:
             _on_refused(turn, event)
         case NodeUp():
             _on_node_up(turn, event)
+        case NodeLeaving():
+            job_leaving.node(turn, event.node)
+        case NodeBroken():
+            job_faults.node_broken(turn, event.node, event.reason)
         case Asked():
             _on_asked(turn, event)
         case Stuck():
@@ -162,7 +168,7 @@ def _try_to_start(turn: Turn, event: Holding) -> None:
     job = turn.job
     if job.wanted != "run":
         return
-    slots = _slots(event.leases)
+    slots = [(lease, slot) for lease, slot in _slots(event.leases) if lease.node not in job.leaving_nodes]
     fitting = [count for count in feasible(job) if count <= len(slots)]
     if fitting:
         _start(turn, slots[: fitting[-1]])
@@ -187,6 +193,7 @@ def _start(turn: Turn, slots: Sequence[tuple[Lease, int]]) -> None:
     ]
     job.size, job.partial, job.progressed, job.stop_why = len(slots), {}, False, ""
     job.heard = {}
+    job.began = turn.now
     job.told_step, job.former, job.renamed, job.boundary, job.due = 0, 0, {}, False, None
     state = escalation.State.from_json(job.escalation)
     job.escalation = escalation.decide(state, escalation.RanksStarted()).state.to_json()
@@ -240,7 +247,7 @@ def _on_exited(turn: Turn, event: Exited) -> None:
     rank.gone = True
     turn.tell(
         Action.RANK_EXITED,
-        reason=event.tail.splitlines()[-1][:300] if event.tail.strip() and event.code else "",
+        reason=job_faults.exit_reason(event),
         rank=rank.rank,
         node=rank.node,
         exit_code=event.exit_code,
@@ -257,8 +264,7 @@ def _on_refused(turn: Turn, event: CommandRefused) -> None:
         job_healing.forget(job, event.node)
         job.join_after = turn.now + job_healing.JOIN_PAUSE
     elif event.command == "start_store" and job.store_node == event.node and job.stage not in ("none", "store"):
-        job.store_host = ""  # nobody can re-form before there is another one
-        turn.do(Send(event.node, StartStore(job=job.id, incarnation=job.incarnation)))
+        job_healing.start_store(turn, event.node)
     due = {"start_store": "store", "start_ranks": "starting"}.get(event.command)
     if due == job.stage and event.incarnation in (None, job.incarnation):
         rank = next((rank for rank in job.ranks if rank.node == event.node), job.ranks[0])
@@ -272,10 +278,14 @@ def _on_refused(turn: Turn, event: CommandRefused) -> None:
 def _on_node_up(turn: Turn, event: NodeUp) -> None:
     """An agent is back: whatever it does not run any more is gone, and what it was told meanwhile is lost."""
     job = turn.job
+    if event.ready:
+        job.leaving_nodes = [node for node in job.leaving_nodes if node != event.node]
     if job.stage == "store":
         if job.store_node == event.node:
             turn.do(Send(event.node, StartStore(job=job.id, incarnation=job.incarnation)))
         return
+    if event.ready and job.store_node == event.node and job.stage in ("running", *job_healing.STAGES):
+        job_healing.start_store(turn, event.node)  # the former one ended with the agent that had started it
     for rank in job.alive():
         if rank.node == event.node and (job.incarnation, rank.rank) not in event.ranks:
             rank.gone = True
@@ -414,8 +424,11 @@ def end(turn: Turn, state: JobState, reason: str) -> None:
 def _on_tick(turn: Turn) -> None:
     job = turn.job
     late = turn.now - job.since
+    if not job_leaving.leaving(job):  # until they are gone the store of their node serves
+        job_healing.keep_store(turn)
     job_healing.overdue(turn)
     job_healing.expire(turn)
+    _part_from_leaving(turn)
     if job.stage == "running" and job.wanted in ("pause", "preempt"):
         _stop_at_boundary(turn, job.wanted, f"a person asked for it ({job.wanted})")
     if job.settle_until is not None and turn.now >= job.settle_until:
@@ -427,6 +440,21 @@ def _on_tick(turn: Turn) -> None:
         _stop_again(turn, late)
     elif job.stage in ("store", "starting") and late > job.settings.health.start_seconds:
         job_faults.slow_start(turn, late)
+
+
+def _part_from_leaving(turn: Turn) -> None:
+    """Act on ranks that were told to leave from outside."""
+    job = turn.job
+    match job_leaving.answer(job, turn.now):
+        case job_leaving.Answer.NOTHING:
+            job.leaving_since = None
+        case job_leaving.Answer.SHRINK:
+            job_leaving.shrink(turn)
+        case job_leaving.Answer.MAKE_ROOM:
+            _stop_at_boundary(turn, "resize", f"{', '.join(job.leaving_nodes)} leaves")
+        case job_leaving.Answer.PREEMPT:
+            job.wanted = "preempt"
+            _stop_at_boundary(turn, "preempt", "its ranks were told to leave (SIGTERM)")
 
 
 def _stop_again(turn: Turn, late: float) -> None:

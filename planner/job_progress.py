@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner import escalation, job_faults, job_healing, job_rates
+from planner import escalation, job_faults, job_healing, job_leaving, job_rates
 from planner.events import Action, JobState
 from planner.job_events import Said
 from planner.job_record import ExportRecord, RankRecord, StepRecord
@@ -32,6 +32,8 @@ def said(turn: Turn, event: Said) -> None:
             _hello(turn, rank, int(message.pid))
         case "left":
             job_healing.left(turn, rank, message)
+        case "leaving":
+            job_leaving.told(turn, rank)
         case "reformed":
             job_healing.reformed(turn, rank, message)
         case "phase":
@@ -41,8 +43,6 @@ def said(turn: Turn, event: Said) -> None:
             _step(turn, rank, message)
         case "exception":
             _exception(turn, rank, message)
-        case "left":
-            _left(turn, rank, message)
         case "fault":
             _fault(turn, rank, message)
         case "checkpoint":
@@ -116,6 +116,8 @@ def _complete(turn: Turn, step: int, part: StepRecord) -> None:
         job_rates.measure(job, part.workers, part.seconds)
     else:
         job.progressed = True
+        if job.began:  # all ranks were started, not re-formed in place
+            job.start_seconds, job.began = turn.now - job.began, 0.0
         turn.tell(Action.STEP_COMPLETED, time=part.time, step=step, seconds=part.seconds, workers=part.workers)
         # Ranks that end or leave because of a fault may still say that the step before it is complete: that is no
         # recovery, and must not close the fault that is just being dealt with.
@@ -137,22 +139,6 @@ def _exception(turn: Turn, rank: RankRecord, message: Any) -> None:
         traceback=message.traceback[-4000:],
     )
     job_faults.exception(turn, rank, message)
-
-
-def _left(turn: Turn, rank: RankRecord, message: Any) -> None:
-    """The rank is out of its collective and waits: by an exception of its own, or because a peer is gone."""
-    if message.own:
-        turn.tell(
-            Action.RANK_EXCEPTION,
-            reason=f"{message.type}: {message.message}"[:500],
-            time=message.time,
-            rank=rank.rank,
-            node=rank.node,
-            step=message.step + 1,
-            phase=message.phase,
-            collective=message.collective,
-        )
-    job_faults.left(turn, rank, message)
 
 
 def _fault(turn: Turn, rank: RankRecord, message: Any) -> None:
@@ -184,6 +170,10 @@ def checkpoint(turn: Turn, message: Any, *, rank: int | None = None) -> None:
     details = {"rank": rank, "seconds": message.seconds, "stall_seconds": message.stall_seconds, "path": message.path}
     known = {name: value for name, value in details.items() if value is not None}
     turn.tell(action, reason=message.reason, time=message.time, step=message.step, **known)
+    if message.what in ("saved", "published") and message.seconds is not None:
+        job.save_seconds = max(message.seconds, 0.5 * (job.save_seconds or 0.0))
+    if message.what == "snapshot":
+        job.snapshot_step = message.step
     if message.what == "deleted" and message.step in job.published:
         job.published.remove(message.step)
     if message.what == "published" and message.path:

@@ -48,6 +48,8 @@ class RankRecord(Record):
     """When it was started, for one that is to join."""
     joined: bool = False
     """It was started for this incarnation and holds no state before it says that it re-formed."""
+    leaving: str = ""
+    """It was told to leave from outside: ``signal``, or ``node`` where its whole node goes."""
     gone: bool = False
     done: str = ""
     """Why it said it was done; empty before."""
@@ -70,6 +72,8 @@ class Seen(Record):
     """One thing that was seen of a fault; the root is chosen among them (:func:`planner.severity.root_cause`)."""
 
     method: str
+    kind: str = ""
+    """What a fault is called whose root this is: exit, sigkill, exception, hang …"""
     rank: int
     origin: int
     node: str
@@ -207,6 +211,10 @@ class JobRecord(Record):
     """Micro-batches that the present re-forming makes ranks run again for others."""
     due: float | None = None
     """When leaving or re-forming must have come to its end."""
+    leaving_since: float | None = None
+    """When the first of the ranks that are leaving was told to."""
+    leaving_nodes: list[str] = []
+    """Nodes that said that they go: nothing is started there before they are back."""
     told_step: int = 0
     """Highest step whose lines are written since all ranks were started last."""
     wanted: str = "run"
@@ -217,6 +225,16 @@ class JobRecord(Record):
     step: int = 0
     loss: float | None = None
     step_seconds: float | None = None
+    save_seconds: float | None = None
+    """The longest of the last saves."""
+    snapshot_step: int = 0
+    """Step of the newest snapshot in host memory."""
+    began: float = 0.0
+    """When the last start of all ranks was ordered."""
+    start_seconds: float | None = None
+    """From there to the first step, the last time."""
+    heal_seconds: float | None = None
+    """Longest interruption of the last faults that were healed in place."""
     valid_loss: float | None = None
     partial: dict[int, StepRecord] = {}
     published: list[int] = []

@@ -65,6 +65,9 @@ class RankSpec(Message):
     """State that is newer than ``resume`` and made by an earlier incarnation than this is void (a roll-back)."""
     skip_to: int = 0
     """State of an earlier incarnation than ``state_since`` leaves out the samples from its own position to this one."""
+    known_step: int | None = None
+    """Highest step that the supervisor has heard of: a snapshot of a later one, by a rank that went on after its agent
+    had died, is not gone on from, since nobody knows what those steps were. None: nothing is left out."""
     joining: bool = False
     """Prepare, say phase ``ready`` and wait for the ``reform`` that takes it in; ``rank`` is a name until then."""
     fired_faults: list[int] = []
@@ -216,10 +219,20 @@ class RankLeft(Message):
     """True where it left because of its own exception, not because a peer or the agent made it."""
     type: str
     message: str
+    traceback: str = ""
+    """Of its own exception."""
     collective: str | None = None
     time: float
     verdict: LogVerdict | None = None
     """Filled in by the supervisor."""
+
+
+class RankLeaving(Message):
+    """The rank was told to leave by SIGTERM; unless the job goes on without it in time, all publish and leave."""
+
+    kind: Literal["leaving"] = "leaving"
+    step: int
+    time: float
 
 
 class RankReformed(Message):
@@ -250,6 +263,7 @@ RankMessage = Annotated[
     | RankDone
     | RankNote
     | RankLeft
+    | RankLeaving
     | RankReformed,
     Field(discriminator="kind"),
 ]
@@ -285,6 +299,9 @@ class Reform(Message):
     """True: nobody is broken, so finish the step in hand first (all ranks agree on the step); False: leave at once."""
     fired_faults: list[int] = []
     """Injected faults that have fired anywhere by now."""
+    told_step: int = 0
+    """Highest step that the supervisor has heard of; the ranks say again what came after it, since whoever was to say
+    it may have been on a node whose agent was dead."""
     store_host: str
     store_port: int
     reason: str
@@ -476,6 +493,32 @@ class NodeReady(Report):
     """Workers that were adopted."""
 
 
+class LocalCheck(Message):
+    """What one of the agent's own checks says (:class:`planner.local_checks.Check`)."""
+
+    name: str
+    state: str
+    reason: str
+
+
+class NodeChecked(Report):
+    """The agent's checks of its own node said something else than before."""
+
+    kind: Literal["node_checked"] = "node_checked"
+    checks: list[LocalCheck]
+    """All of them."""
+    changed: list[str]
+    """Names of those whose state changed."""
+    broken: str = ""
+    """Why the node must be isolated; empty: it need not."""
+
+
+class NodeLeaving(Report):
+    """The agent was told to leave: it ends all that it runs, ranks with SIGTERM and a few seconds of grace."""
+
+    kind: Literal["node_leaving"] = "node_leaving"
+
+
 class NodeLeft(Report):
     """The agent was told to leave and has ended everything it ran."""
 
@@ -618,6 +661,8 @@ class Staged(Report):
 
 AgentReport = Annotated[
     NodeReady
+    | NodeChecked
+    | NodeLeaving
     | NodeLeft
     | StoreReady
     | CommandFailed

@@ -42,7 +42,13 @@ def overview(store: ClusterStore) -> dict[str, Any]:
         "slots": slot_rows(facts, leases, quarantine),
         "evaluation": evaluation_summary(store.document("evaluation")),
         "nodes": node_rows(
-            facts, store.heartbeats(), leases, store.cordoned(), store.server_time(), store.document("node_health")
+            facts,
+            store.heartbeats(),
+            leases,
+            store.cordoned(),
+            store.server_time(),
+            store.document("node_health"),
+            store.document("node_checks"),
         ),
         "decision": store.document("decision"),
         "coordinator": _coordinator(store),
@@ -110,8 +116,9 @@ def node_rows(
     cordoned: Mapping[str, str],
     now: float,
     judged: Mapping[str, Any] | None = None,
+    checks: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per node: its facts, its health and why, and what it holds."""
+    """One row per node: its facts, its health and why, what its own checks say, and what it holds."""
     nodes = {node.name: node for node in facts}
     health = judge_all(nodes, heartbeats, leases, now)
     rows: list[dict[str, Any]] = []
@@ -131,6 +138,7 @@ def node_rows(
                 "state": str(state),
                 "reason": reason,
                 "cordoned": cordoned.get(name),
+                "checks": (checks or {}).get(name, {}),
                 "heartbeat_seconds": round(now - heartbeats[name], 3) if name in heartbeats else None,
             }
         )

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from planner.coalescing import Behind
 from planner.loading import Settings
 
 Positive = Annotated[int, Field(gt=0)]
@@ -179,6 +180,11 @@ class Evaluate(Settings):
     """Evaluate every n-th published checkpoint."""
     num_fewshot: NonNegative | None = None
     """Few-shot examples; the task's own number when left out."""
+    behind: Behind = "all"
+    """When evaluation falls behind: ``all`` evaluates every checkpoint, later; ``skip`` leaves out intermediate ones
+    that nobody has begun; ``limit`` takes fewer documents. The report says what was left out."""
+    deadline_seconds: Positive | None = None
+    """A report is wanted so many seconds after its checkpoint was published; it presses when that becomes tight."""
 
 
 class FaultKind(StrEnum):
@@ -239,6 +245,9 @@ class HealthLimits(Settings):
     """A step longer than this many average steps is a warning (Unicron: 1.1 ×, unverified)."""
     grace_seconds: Annotated[float, Field(gt=0)] = 60.0
     """Time between SIGTERM and SIGKILL, for an emergency checkpoint."""
+    heal_in_place: bool = True
+    """After a fault the survivors re-form in their processes, where they hold all state among them. False: all ranks
+    start anew from the nearest snapshot, as they must where each holds a shard of its own (distributed optimizer)."""
     incarnations_without_progress: Positive = 3
     """Starts without one completed step, after which the job is failed."""
     on_loss_spike: Literal["roll_back", "tell"] = "roll_back"

@@ -53,8 +53,11 @@ def nodes_command(*, json_output: bool, state_dir: Path | None, url: str | None)
         return 0
     _table(
         "Nodes",
-        ["node", "state", "slots", "held", "device", "address", "why"],
-        [[r["name"], _node_state(r), r["slots"], r["held"], r["device"], r["address"], r["reason"]] for r in rows],
+        ["node", "state", "slots", "held", "device", "address", "why", "own checks"],
+        [
+            [r["name"], _node_state(r), r["slots"], r["held"], r["device"], r["address"], r["reason"], _checks(r)]
+            for r in rows
+        ],
         empty="no node has joined yet: planaria agent adds one",
     )
     return 0
@@ -136,6 +139,12 @@ def _print_status(document: Mapping[str, Any], events: Sequence[Event]) -> None:
     )
     e = document["evaluation"]
     print(f"Evaluation: {e['queued']} queued, {e['running']} running, {e['done']} done, {e['workers']} workers")
+    for name, found in (e.get("calibration") or {}).items():
+        if found.get("count"):
+            print(
+                f"  predicted {name}: off by × {found['error']:.2f} (defaults × {found['default_error']:.2f}), "
+                f"{found['covered']:.0%} in the 80% interval, of {found['count']} measured"
+            )
     if document["decision"]:
         print(f"Decision: {document['decision']['reason']}")
         for holder, why in document["decision"].get("waiting", {}).items():
@@ -152,6 +161,16 @@ def _print_status(document: Mapping[str, Any], events: Sequence[Event]) -> None:
 def _node_state(row: Mapping[str, Any]) -> str:
     mode = {"drain": "drained", "cordon": "cordoned", "check": "cordoned"}.get(row["cordoned"] or "")
     return f"{row['state']}, {mode}" if mode else str(row["state"])
+
+
+def _checks(row: Mapping[str, Any]) -> str:
+    """What a node says of itself: its troubles, or that there is none, with what could not be looked at."""
+    said: Mapping[str, Mapping[str, str]] = row["checks"]
+    bad = [f"{name}: {check['reason']}" for name, check in said.items() if check["state"] in ("warning", "broken")]
+    skipped = [name for name, check in said.items() if check["state"] == "skipped"]
+    if bad or not said:
+        return "; ".join(bad) or "–"
+    return "good" + (f" (skipped: {', '.join(skipped)})" if skipped else "")
 
 
 def _number(value: Any, form: str) -> str:

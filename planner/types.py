@@ -13,6 +13,9 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+CHECK_MARK = "check"
+"""Mode of a cordon that the cluster itself set: a passing node check lifts it, a person's cordon stays."""
+
 
 class JobKind(StrEnum):
     """What a job does with its slots."""

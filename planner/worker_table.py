@@ -2,8 +2,8 @@
 
 Keys, all below ``planaria:``: ``workers`` (hash worker → JSON), ``dispatches`` (hash dispatch → JSON), ``runs``
 (hash evaluation run → JSON) and ``claim:<dispatch>``. A *dispatch* is one sending of one shard to one worker;
-its id is never reused, so a message
-that the broker delivers twice is claimed once.
+its id is never reused, so a message that the broker delivers twice is claimed once. The shard stands in the
+dispatch's record alone: the message only names it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WorkerTable:
 
     def put_dispatch(self, dispatch: str, record: Mapping[str, Any]) -> None:
         """Remember a dispatch, before its message is sent."""
-        text = json.dumps(dict(record))
+        text = json.dumps(dict(record), check_circular=False)
         self._call(lambda client: client.hset(_DISPATCHES, dispatch, text))
 
     def dispatches(self) -> dict[str, dict[str, Any]]:
@@ -89,20 +89,20 @@ class WorkerTable:
         if names:
             self._call(lambda client: client.hdel(_DISPATCHES, *names))
 
-    def claim(self, dispatch: str, worker: str, delivery: str) -> bool:
-        """A worker begins a dispatch. False: it is not out any more, or another delivery of it began before."""
+    def claim(self, dispatch: str, worker: str, delivery: str) -> dict[str, Any] | None:
+        """A worker begins a dispatch: its record. None: it is not out any more, or another delivery began before."""
         key = f"planaria:claim:{dispatch}"
         mine = f"{worker}/{delivery}"
 
         def take(client: Any) -> Any:
             pipe = client.pipeline()
-            pipe.hexists(_DISPATCHES, dispatch)
+            pipe.hget(_DISPATCHES, dispatch)
             pipe.set(key, mine, nx=True, ex=CLAIM_SECONDS)
             pipe.get(key)
             return pipe.execute()
 
-        out, _, holder = self._call(take)
-        return bool(out) and holder == mine
+        record, _, holder = self._call(take)
+        return dict(json.loads(record)) if record is not None and holder == mine else None
 
     def claimed(self, dispatch: str) -> bool:
         """Whether a worker began this dispatch."""

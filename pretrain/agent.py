@@ -31,12 +31,16 @@ from planner.cluster import connect, state_home
 from planner.errors import BadInputError, MissingServiceError, PlanariaError, one_line
 from planner.events import TERMINAL, JobState
 from planner.leases import RenewStatus
+from planner.local_checks import Check, broken, changes, judge
 from planner.messages import (
     CommandFailed,
     LeaseLost,
     Leave,
+    LocalCheck,
     LogVerdict,
     MessageRefused,
+    NodeChecked,
+    NodeLeaving,
     NodeLeft,
     NodeReady,
     Persisted,
@@ -64,8 +68,11 @@ from pretrain.agent_memory import NodeMemory, PeerTier, find_memory, find_peers
 from pretrain.agent_processes import Exit, ProcessTable, Watched, become_subreaper
 from pretrain.agent_socket import RankChannel
 from pretrain.agent_work import AgentWork, train_python
+from pretrain.local_probe import DeviceProbe, nvml_module, read
 
 BEAT_SECONDS = 1.0
+CHECK_SECONDS = 10.0
+"""Pause between two looks at the node's own health."""
 ABANDON_SECONDS = 120.0
 """Seconds without a successful renewal after which everything under a lease is ended: the cluster has given it up.
 
@@ -78,6 +85,8 @@ UNKNOWN_SECONDS = 60.0
 """Seconds after which the memory of a job that the cluster does not know is given back."""
 PEERS_SECONDS = 5.0
 """Seconds between looks at the table of nodes for keepers of snapshots."""
+STORE_GRACE = 3.0
+"""Seconds that rendezvous stores outlive the ranks of a node that leaves."""
 LEAVE_GRACE = 8.0
 """Seconds that ranks and workers get to publish when the agent itself is told to leave."""
 
@@ -155,15 +164,16 @@ class Agent:
             self.peers.start()
         after = self.store.end_of(f"commands:{self.node}")
         self._adopt_and_register()
-        for target in (lambda: self._read_commands(after), self._beat, _learn_to_diagnose):
+        for target in (lambda: self._read_commands(after), self._beat, self._watch_node, _learn_to_diagnose):
             threading.Thread(target=target, daemon=True).start()
         try:
             self._serve()
         finally:
-            self._stop.set()
+            self.report(NodeLeaving(time=self._now()))
             self._check.close()
             self._end_everything()
             self.work.end_nursery()
+            self._stop.set()
             self.memory.close(PERSISTER_GRACE)
             if self.peers is not None:
                 self.peers.close()
@@ -198,16 +208,23 @@ class Agent:
                 next_sweep = now + BEAT_SECONDS
 
     def _end_everything(self) -> None:
-        """SIGTERM to all, SIGKILL after the grace; exits are reported as ever."""
+        """SIGTERM to all, SIGKILL after the grace; exits are reported and ranks are told what is decided as ever."""
+        stores = self._of("store")
         for process in self.table:
-            self.table.end(process, LEAVE_GRACE)
+            if process not in stores:
+                self.table.end(process, LEAVE_GRACE)
         deadline = time.monotonic() + LEAVE_GRACE + 2.0
         while len(self.table) and time.monotonic() < deadline:
+            if stores and all(process in stores for process in self.table):
+                # The other nodes' ranks may be about to re-form by them; the supervisor says when it has others.
+                for process in stores:
+                    process.kill_at = time.monotonic() + STORE_GRACE
+                stores = []
             due = self.table.next_deadline() or deadline
             for key, mask in self._selector.select(max(0.0, min(due, deadline) - time.monotonic())):
                 if isinstance(key.data, Watched):
                     self._exited(key.data)
-                elif key.fd != self._wake:
+                else:
                     key.data(mask)
             self.table.kill_overdue(time.monotonic())
 
@@ -338,6 +355,30 @@ class Agent:
         if not any(process.about["job"] == job for process in self._of("rank")):
             self.memory.drop(job)
 
+    def _watch_node(self) -> None:
+        """Look at the node itself now and then; what changed is reported."""
+        devices = DeviceProbe(nvml_module())
+        before: tuple[Check, ...] = ()
+        while not self._stop.is_set():
+            checks = judge(read(devices, self._folders(), self._clock_offset))
+            if changed := [check.name for check in changes(before, checks)]:
+                told = [LocalCheck(name=one.name, state=one.state, reason=one.reason) for one in checks]
+                self.report(NodeChecked(time=self._now(), checks=told, changed=changed, broken=broken(checks)))
+            before = checks
+            self._stop.wait(CHECK_SECONDS)
+        devices.close()
+
+    def _folders(self) -> list[Path]:
+        """Folders that must have room: the agent's own and those of the jobs (checkpoints too) whose ranks run here."""
+        jobs = {folder for process in self.table for folder in process.about.get("folders", [])}
+        return [self.settings.run_dir, *(Path(folder).expanduser() for folder in sorted(jobs))]
+
+    def _clock_offset(self) -> float | None:
+        try:
+            return time.time() - self.store.server_time()
+        except PlanariaError:
+            return None
+
     def _renew(self) -> None:
         held = {process.lease for process in self.table if process.lease}
         leases = {lease.id: lease for lease in self.store.leases(node=self.node)}
@@ -381,7 +422,7 @@ class Agent:
             )
 
     def _dispatch(self, command: Any) -> None:
-        if self._leaving_since is not None:
+        if self._leaving_since is not None and not isinstance(command, (TellRanks, StopRanks, StopStore)):
             raise ValueError("this node leaves")
         if isinstance(command, StartStore):
             self.work.start_store(command)

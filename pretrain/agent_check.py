@@ -7,9 +7,12 @@ import queue
 import subprocess
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from planner.messages import NodeProbed, ProbeNode
-from pretrain.nodecheck import ProbeProcess, local_probe
+
+if TYPE_CHECKING:
+    from pretrain.nodecheck import ProbeProcess
 
 IDLE_SECONDS = 120.0
 """A probe that nobody asked for so long is ended: its check is over or its coordinator gone."""
@@ -28,6 +31,8 @@ class NodeProbe:
     def take(self, command: ProbeNode) -> None:
         """Carry out one step, or pass it to the probe's thread."""
         if command.op == "start" and command.check != self._check:
+            from pretrain.nodecheck import ProbeProcess, local_probe  # an agent that checks nothing starts without it
+
             self.close()
             self._check, self._asked = command.check, queue.Queue()
             process = subprocess.Popen(

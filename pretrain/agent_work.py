@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,8 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner import manifest
-from planner.errors import BadInputError
 from planner.files import write_json
 from planner.messages import (
     AgentReport,
@@ -100,9 +97,16 @@ class AgentWork:
     # ------------------------------------------------------------------ stores
 
     def start_store(self, command: StartStore) -> None:
-        """Bind a port, hand it to a new store process (or name the job's living one) and tell where it is."""
+        """Bind a port, hand it to a new store process (or name the job's living one) and tell where it is.
+
+        Raises:
+            ValueError: a store that an earlier agent of this node started is not gone yet.
+        """
         key = f"store:{command.job}"
-        if self._table.get(key) is None:
+        running = self._table.get(key) is not None
+        if running and command.job not in self._ports:
+            raise ValueError("the store of this agent's former life is still ending")
+        if not running:
             with socket.socket() as listener:
                 listener.bind((self._settings.address, 0))
                 listener.listen(1024)
@@ -193,6 +197,7 @@ class AgentWork:
                     "rank": spec.rank,
                     "lease_token": spec.lease_token,
                     "spec": str(path),
+                    "folders": [spec.job_folder, *([spec.config.checkpoint.dir] if spec.config.checkpoint.dir else [])],
                 },
                 lease=lease,
                 slots=(slot,),
@@ -326,11 +331,7 @@ class AgentWork:
 
     def _worker_environment(self, command: StartWorker) -> dict[str, str]:
         threads = self._devices.threads_per_slot * max(1, len(command.slots))
-        more = {"PLANARIA_URL": self._store.url, "PLANARIA_NODE": self._settings.node}
-        if self._settings.state_dir is not None:
-            more["PLANARIA_STATE_DIR"] = str(self._settings.state_dir)
-        if self._settings.secret_file is not None:
-            more["PLANARIA_SECRET_FILE"] = str(self._settings.secret_file)
+        more = self._worker_variables()
         if command.lease is not None:
             more |= {"PLANARIA_LEASE": command.lease, "PLANARIA_LEASE_TOKEN": str(command.lease_token)}
         if self._devices.kind == "cuda":
@@ -341,6 +342,15 @@ class AgentWork:
                 environment.pop(name, None)
         return environment
 
+    def _worker_variables(self) -> dict[str, str]:
+        memory = os.environ.get("PLANARIA_SHM") or f"/dev/shm/planaria-{self._settings.node}"
+        more = {"PLANARIA_URL": self._store.url, "PLANARIA_NODE": self._settings.node, "PLANARIA_SHM": memory}
+        if self._settings.state_dir is not None:
+            more["PLANARIA_STATE_DIR"] = str(self._settings.state_dir)
+        if self._settings.secret_file is not None:
+            more["PLANARIA_SECRET_FILE"] = str(self._settings.secret_file)
+        return more
+
     def stop_worker(self, command: StopWorker) -> None:
         """Drain a worker: SIGTERM, SIGKILL after the grace."""
         if (process := self._table.get(f"worker:{command.worker}")) is not None:
@@ -348,27 +358,26 @@ class AgentWork:
 
     # ------------------------------------------------------------------ staged models
 
-    def _shm(self) -> Path:
-        base = os.environ.get("PLANARIA_SHM") or f"/dev/shm/planaria-{self._settings.node}"
-        return Path(base) / "models"
-
     def stage(self, command: Stage | Unstage) -> None:
-        """Copy a model into memory in a thread of its own, or drop it."""
-        target = self._shm() / _safe_name(command.digest)
-        if isinstance(command, Unstage):
-            shutil.rmtree(target, ignore_errors=True)
-            return
-        threading.Thread(target=self._copy, args=(command, target), daemon=True).start()
+        """Bring a model into this node's memory for all its workers, or drop it, in a process of its own.
 
-    def _copy(self, command: Stage, target: Path) -> None:
+        ``evalsched.staging`` does it, as it does for workers: one copy, verified, within the node's budget.
+        """
+        threading.Thread(target=self._stage, args=(command,), daemon=True).start()
+
+    def _stage(self, command: Stage | Unstage) -> None:
         started = time.monotonic()
-        try:
-            size = _copy_verified(Path(command.path), target)
-        except (OSError, BadInputError) as error:
-            self._report(CommandFailed(time=self._now(), command=command.kind, reason=f"{command.path}: {error}"))
-            return
-        seconds = time.monotonic() - started
-        self._report(Staged(time=self._now(), digest=command.digest, path=str(target), bytes=size, seconds=seconds))
+        program = [_python(INFER_PYTHON), "-m", "evalsched.staging"]
+        program += ["--drop", command.digest] if isinstance(command, Unstage) else [command.path, command.digest]
+        environment = self._environment(1, **self._worker_variables())
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+        last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:] or [""]
+        if done.returncode != 0:
+            self._report(CommandFailed(time=self._now(), command=command.kind, reason=last[0][:500]))
+        elif isinstance(command, Stage):
+            size = sum(path.stat().st_size for path in Path(last[0]).rglob("*") if path.is_file())
+            seconds = time.monotonic() - started
+            self._report(Staged(time=self._now(), digest=command.digest, path=last[0], bytes=size, seconds=seconds))
 
 
 def train_python() -> str:
@@ -386,39 +395,6 @@ def _rank_key(job: str, incarnation: int, rank: int) -> str:
 
 def _who(process: Watched) -> tuple[str, int, int]:
     return str(process.about["job"]), int(process.about["incarnation"]), int(process.about["rank"])
-
-
-def _safe_name(digest: str) -> str:
-    if not digest or not all(character.isalnum() or character in "-_" for character in digest):
-        raise ValueError(f"digest {digest!r} is not a plain name")
-    return digest
-
-
-def _copy_verified(source: Path, target: Path) -> int:
-    """Copy a model directory beside ``target``, check it against its manifest, move it into place; its bytes.
-
-    Raises:
-        BadInputError: what arrived is not what the manifest says.
-    """
-    if target.is_dir():
-        return _size(target)
-    work = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        shutil.copytree(source, work)
-        if (work / manifest.NAME).exists() and (problems := manifest.verify(work)):
-            raise BadInputError(f"{problems[0].file}: {problems[0].problem}")
-        with contextlib.suppress(OSError):
-            work.rename(target)
-        if not target.is_dir():
-            raise BadInputError("the copy could not be moved into place")
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return _size(target)
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 __all__ = ["AgentReport", "AgentWork"]

@@ -100,7 +100,7 @@ def assemble(spec: RankSpec, channel: Channel) -> Trainer:
 
 def _join_running(spec: RankSpec, channel: Channel, text: _Text, where: torch.device, reformer: Reformer) -> Trainer:
     """Prepared: say so, wait for the order, and join the running ranks with the state that a peer sends."""
-    waiting = Waiting(reformer.orders)
+    waiting = Waiting(reformer.orders, spec.rank, channel)
     channel.listen(waiting.on_agent)
     _warm_up()
     channel.send(RankPhase(phase="ready", step=0, time=time.time()))
@@ -174,6 +174,7 @@ class _Built:
         """The trainer that begins with ``state`` (collective among the ranks that start together)."""
         spec, machine, checkpoints = self.spec, self.machine, self.checkpoints
         healable = spec.agent_socket is not None and regroup.can_swap(machine.chunk)
+        healable = healable and spec.config.health.heal_in_place
         placement = self.placement
         snapshots = open_snapshots(
             checkpoints.parts,
@@ -353,7 +354,9 @@ def _from_memory(
         _bring_from_peers(spec, checkpoints, memory, _step_of(resume), channel)
     dist.barrier()  # all see what one of them fetched
     newer_than = max(0, _step_of(resume) - 1)
-    recovered = recovery.from_snapshots(checkpoints.parts, folder, newer_than=newer_than, since=spec.state_since)
+    recovered = recovery.from_snapshots(
+        checkpoints.parts, folder, newer_than=newer_than, at_most=spec.known_step, since=spec.state_since
+    )
     if dist.get_rank() == 0:
         for one in recovered.refused:
             channel.send(

@@ -21,14 +21,16 @@ from pydantic import BaseModel, ValidationError
 
 from planner.clock import Clock, SystemClock
 from planner.errors import ExitCode, one_line
+from planner.leases import DEFAULT_TTL
 from planner.messages import AGENT_TO_RANK, Acknowledged, LeaveCollective, Persisted, RankHello, Reform, StopAtBoundary
 from pretrain import unix_socket
 
 AgentMessage = StopAtBoundary | Reform | LeaveCollective | Persisted
 Handler = Callable[[AgentMessage], None]
 
-RECONNECT_SECONDS = 30.0
-"""How long an agent may be away (it restarts) before its ranks end themselves."""
+RECONNECT_SECONDS = DEFAULT_TTL
+"""How long an agent may be away (it restarts) before its ranks end themselves: then the lease of their slots has
+expired too, since nobody renewed it."""
 _RETRY_SECONDS = 0.2
 _SEND_SECONDS = 5.0
 _ACKNOWLEDGE_SECONDS = 0.01

@@ -27,8 +27,11 @@ SPIKE_FACTOR = 8.0
 LATER = frozenset({Phase.SAVE, Phase.EVALUATE, Phase.REFORM})
 """Phases that not every step has: a fault fires in the first such phase at its step *or after*."""
 
-EFFECTS = frozenset({FaultKind.NAN_LOSS, FaultKind.LOSS_SPIKE, FaultKind.CORRUPT_CHECKPOINT})
-"""Kinds that the caller carries out."""
+ACTS_IN = {
+    FaultKind.NAN_LOSS: Phase.FORWARD, FaultKind.LOSS_SPIKE: Phase.FORWARD, FaultKind.CORRUPT_CHECKPOINT: Phase.SAVE,
+}  # fmt: skip
+"""Kinds that the caller carries out, and the phase whose caller can: fired in another one, they act in the next such
+phase."""
 
 
 class InjectedError(RuntimeError):
@@ -63,6 +66,7 @@ class Injector:
         self._pending = {
             index: fault for index, fault in enumerate(faults) if fault.rank == origin_rank and index not in done
         }
+        self._carried: list[FaultKind] = []
         self._report = report
         self._slow_seconds = slow_seconds
         self._clock = clock or SystemClock()
@@ -80,8 +84,8 @@ class Injector:
     def fire(self, phase: Phase, step: int, micro_batch: int | None = None) -> tuple[FaultKind, ...]:
         """Fire all faults of this moment; ``micro_batch`` counts this rank's own in this step, from 0.
 
-        Returns the kinds that the caller must carry out (:data:`EFFECTS`), in the order of the config. A fault of
-        a micro-batch that this rank does not have fires after its last one, in the reduction.
+        Returns the kinds that the caller must carry out (:data:`ACTS_IN`), in the order in which they fired. A fault
+        of a micro-batch that this rank does not have fires after its last one, in the reduction.
 
         Raises:
             InjectedError: kind ``exception``.
@@ -89,7 +93,7 @@ class Injector:
             OSError: kind ``disk_full`` (ENOSPC).
         """
         due = [index for index, fault in self._pending.items() if _due(fault, phase, step, micro_batch)]
-        if not due:
+        if not due and not self._carried:
             return ()
         faults = [self._pending.pop(index) for index in due]
         for index in due:
@@ -97,9 +101,11 @@ class Injector:
                 RankFault(index=index, step=step, phase=phase.value, micro_batch=micro_batch, time=self._clock.time())
             )
         for fault in sorted(faults, key=lambda fault: fault.kind != FaultKind.SLOW):
-            if fault.kind not in EFFECTS:
+            if fault.kind not in ACTS_IN:
                 self._act(fault.kind, step, phase)
-        return tuple(fault.kind for fault in faults if fault.kind in EFFECTS)
+        carried = [*self._carried, *(fault.kind for fault in faults if fault.kind in ACTS_IN)]
+        self._carried = [kind for kind in carried if ACTS_IN[kind] != phase]
+        return tuple(kind for kind in carried if ACTS_IN[kind] == phase)
 
     def _act(self, kind: FaultKind, step: int, phase: Phase) -> None:
         where = f"injected at step {step}, {phase.value}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pretrain.trainer import Trainer
 
 
-def heal(trainer: Trainer, error: Exception, collective: str | None) -> None:
+def heal(trainer: Trainer, error: Exception, collective: str | None, traceback: str = "") -> None:
     """Leave what is left of the collective, say so, wait for the order, and form the next incarnation.
 
     Raises:
@@ -48,6 +48,7 @@ def heal(trainer: Trainer, error: Exception, collective: str | None) -> None:
             own=own,
             type=type(error).__name__,
             message=one_line(error)[:1000],
+            traceback=traceback[-4000:] if own else "",
             collective=collective,
             time=trainer.clock.time(),
         )
@@ -105,7 +106,7 @@ def enter(trainer: Trainer, order: Reform, *, newcomer: bool = False) -> None:
     seconds = trainer.clock.monotonic() - began
     if in_hand:
         trainer.started += seconds  # the step's own time does not count the repair
-    _report(trainer, seconds, redone, newcomer, received)
+    _report(trainer, seconds, redone, newcomer, received, order.told_step)
 
 
 # ---------------------------------------------------------------- who stands where
@@ -225,7 +226,7 @@ def _adopt(trainer: Trainer, position: _Position) -> None:
 # ---------------------------------------------------------------- said
 
 
-def _report(trainer: Trainer, seconds: float, redone: list[int], joined: bool, received: int) -> None:
+def _report(trainer: Trainer, seconds: float, redone: list[int], joined: bool, received: int, told_step: int) -> None:
     trainer.channel.send(
         RankReformed(
             incarnation=trainer.incarnation,
@@ -238,6 +239,4 @@ def _report(trainer: Trainer, seconds: float, redone: list[int], joined: bool, r
         )
     )
     trainer.enter("step" if trainer.settled else "first_step")
-    if trainer.told is not None and trainer.stage != Stage.VALIDATE:
-        trainer.told = trainer.told.model_copy(update={"incarnation": trainer.incarnation})
-        trainer.tell()
+    trainer.tell_again(told_step)

@@ -17,11 +17,10 @@ from planner.events import Action
 from planner.messages import NodeProbed, ProbeNode
 from planner.node_check import CheckVerdict, GroupResult, NodeResult, NodeState, first_round, judge, second_round
 from planner.store import ClusterStore
+from planner.types import CHECK_MARK
 from pretrain.nodecheck import to_json
 
 READER = "nodechecks"
-MARK = "check"
-"""The mode in which this loop and the supervisor cordon: a passing test lifts it."""
 PARTNERS = 2
 """Nodes beside a suspect."""
 AGAIN_SECONDS = 600.0
@@ -221,7 +220,7 @@ class NodeChecks:
                 return
             self._start(request, chosen, addresses, clock)
             return
-        marked = [node for node, mode in self._store.cordoned().items() if mode == MARK]
+        marked = [node for node, mode in self._store.cordoned().items() if mode == CHECK_MARK]
         due = [node for node in dict.fromkeys([*marked, *self._suspects])
                if node in addresses and self._not_before.get(node, 0.0) <= clock]  # fmt: skip
         self._suspects = []
@@ -248,14 +247,14 @@ class NodeChecks:
         marks = self._store.cordoned()
         for node, state in verdict.nodes.items():
             if state is not NodeState.GOOD and node not in marks:
-                self._store.cordon(node, MARK)
+                self._store.cordon(node, CHECK_MARK)
                 self._not_before[node] = clock + AGAIN_SECONDS
                 self._store.tell(
-                    Action.NODE_CORDONED, node=node, new=MARK, reason=verdict.reasons.get(node, state.value)
+                    Action.NODE_CORDONED, node=node, new=CHECK_MARK, reason=verdict.reasons.get(node, state.value)
                 )
-            elif state is NodeState.GOOD and marks.get(node) == MARK:
+            elif state is NodeState.GOOD and marks.get(node) == CHECK_MARK:
                 self._store.uncordon(node)
-                self._store.tell(Action.NODE_UNCORDONED, node=node, old=MARK, reason="passed the node check")
+                self._store.tell(Action.NODE_UNCORDONED, node=node, old=CHECK_MARK, reason="passed the node check")
 
 
 def _in_words(verdict: CheckVerdict) -> str:

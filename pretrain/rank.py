@@ -7,10 +7,12 @@ checkpoint can be used.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -23,29 +25,35 @@ from pretrain.collective import collective_of
 if TYPE_CHECKING:
     from planner.messages import RankSpec
     from pretrain.channel import Channel
-    from pretrain.trainer import StopRequest, Trainer
+    from pretrain.trainer import Trainer
 
 _LONGEST_TRACEBACK = 20_000
 
 
 class _Signals:
-    """SIGTERM means: finish the step in hand, publish, leave. Installed before the heavy imports."""
+    """SIGTERM means: leave, and lose nothing. Installed before the heavy imports.
+
+    The handler only writes to a pipe: locks that the interrupted code holds are out of its reach.
+    """
 
     def __init__(self) -> None:
         self.terminated = False
-        self.stop: StopRequest | None = None
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
         signal.signal(signal.SIGTERM, self._on_term)
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:
         self.terminated = True
-        if self.stop is not None:
-            self.stop.ask("preempted")
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b".")
 
-    def bind(self, stop: StopRequest) -> None:
-        """Pass the signal on to ``stop``, also one that came before."""
-        self.stop = stop
-        if self.terminated:
-            stop.ask("preempted")
+    def bind(self, trainer: Trainer) -> None:
+        """Pass each signal on to ``trainer``, also one that came before."""
+        threading.Thread(target=self._pass_on, args=(trainer,), name="signals", daemon=True).start()
+
+    def _pass_on(self, trainer: Trainer) -> None:
+        while os.read(self._read, 1):
+            trainer.told_to_leave()
 
 
 def read_spec(path: Path) -> RankSpec:
@@ -78,7 +86,8 @@ def open_channel(spec: RankSpec) -> Channel:
         incarnation=spec.incarnation,
         rank=spec.rank,
         pid=os.getpid(),
-        heals=spec.device == "cpu",  # on GPUs the distributed optimizer cuts its state: no shard has a live replica
+        # On GPUs the distributed optimizer cuts its state: no shard has a live replica.
+        heals=spec.device == "cpu" and spec.config.health.heal_in_place,
     )
     if spec.agent_socket is None:
         channel: Channel = StreamChannel()
@@ -126,13 +135,13 @@ def _train(spec: RankSpec, channel: Channel, signals: _Signals) -> int:
 
         gc.freeze()  # collections during training need not walk through what was imported
         trainer = assemble(spec, channel)
-        signals.bind(trainer.stop)
+        signals.bind(trainer)
         channel.listen(trainer.on_agent)
         why = trainer.run()
     except BaseException as error:
         if type(error).__name__ == "DismissedError":
             print(one_line(error), file=sys.stderr, flush=True)
-            return ExitCode.DONE
+            return ExitCode.PREEMPTED if signals.terminated else ExitCode.DONE
         _tell_exception(channel, error, trainer)
         if isinstance(error, (BadInputError, MissingServiceError, GivenUpError)):
             print(one_line(error), file=sys.stderr, flush=True)

@@ -153,8 +153,11 @@ def recover(
     return try_all(order(candidates, at_most=at_most), attempt, start_over)
 
 
-def from_snapshots(parts: Parts, snapshots: Path | None, *, newer_than: int, since: int = 0) -> Recovered:
-    """Load the newest snapshot that is newer than what the durable tier has (collective); none may be chosen.
+def from_snapshots(
+    parts: Parts, snapshots: Path | None, *, newer_than: int, at_most: int | None = None, since: int = 0
+) -> Recovered:
+    """Load the newest snapshot that is newer than what the durable tier has, and of step ``at_most`` at most where that
+    is given (collective); none may be chosen.
 
     A snapshot that fails in the middle leaves the live objects half-filled; the caller then loads another state
     over them, or builds them anew where there is none. ``since``: incarnations before it made nothing that counts.
@@ -167,7 +170,7 @@ def from_snapshots(parts: Parts, snapshots: Path | None, *, newer_than: int, sin
     candidates = [
         Candidate(Tier.SNAPSHOT, step, incarnation, "host memory") for step, incarnation in common_steps(gathered)
     ]
-    return try_all(order(candidates), lambda one: _load_snapshot(one, found, parts), start_over=True)
+    return try_all(order(candidates, at_most=at_most), lambda one: _load_snapshot(one, found, parts), start_over=True)
 
 
 def _load_snapshot(

@@ -8,6 +8,7 @@ done with what they hold is :func:`planner.alignment.align`; the trainer carries
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from planner.messages import LeaveCollective, Persisted, RankSpec, Reform, StopA
 from planner.rank_map import Grid
 from planner.severity import name_exception
 from pretrain import parallel, regroup
-from pretrain.channel import AgentMessage
+from pretrain.channel import AgentMessage, Channel
 from pretrain.collective import CollectiveLeftError, Membership, collective_of, leave_collective
 from pretrain.parallel import Layout
 from pretrain.step import Agreement, Machine
@@ -76,6 +77,11 @@ class Orders:
         """The newest order, if it forms an incarnation after ``incarnation``."""
         with self._changed:
             return self._orders[-1] if self._orders and self._orders[-1].incarnation > incarnation else None
+
+    def wait_until(self, holds: Callable[[Reform], bool], seconds: float) -> bool:
+        """Wait until ``holds`` is true of the newest order, at most ``seconds``; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._orders) and holds(self._orders[-1]), seconds)
 
     def wait(self, incarnation: int, seconds: float | None) -> list[Reform]:
         """All orders to form incarnations after ``incarnation``, oldest first. The last one counts; but each names
@@ -146,6 +152,8 @@ class Reformer:
     """The groups that the live objects hold."""
     name: int
     """This rank's number in the present incarnation, or the name under which it waits to join."""
+    followed: int = 0
+    """Incarnation of the last order that was followed."""
 
     def heals(self, error: BaseException, membership: Membership) -> bool:
         """Whether ``error`` means that peers are gone or the collective was left, so that this rank can go on."""
@@ -167,9 +175,17 @@ class Reformer:
                 number = order.ranks.get(self.name)
                 if number is None:
                     raise DismissedError(f"incarnation {order.incarnation} does without rank {self.name}")
-                self.name, incarnation = number, order.incarnation
+                self.followed = incarnation = order.incarnation
+                self.name = number
             if self.name < order.world_size:
                 return order
+
+    def released(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` for an order that does without this rank; whether one came (any thread)."""
+        return self.orders.wait_until(self._without_me, seconds)
+
+    def _without_me(self, newest: Reform) -> bool:
+        return newest.incarnation > self.followed and self.name not in newest.ranks
 
     def layout_of(self, order: Reform) -> Layout:
         """This rank's coordinates in the incarnation of ``order``."""
@@ -228,8 +244,10 @@ def on_leave(message: LeaveCollective, orders: Orders, membership: Membership, l
 class Waiting:
     """The channel's handler of a rank that waits to join and then joins."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: Orders, name: int, channel: Channel) -> None:
         self._orders = orders
+        self._name = name
+        self._channel = channel
         self._joining: tuple[Membership, Layout] | None = None
         self.kept: list[Persisted] = []
         """For the trainer that is to come."""
@@ -241,6 +259,9 @@ class Waiting:
     def on_agent(self, message: AgentMessage) -> None:
         """Take a message of the agent (in the channel's thread)."""
         if isinstance(message, Reform):
+            if message.ranks.get(self._name) == self._name >= message.world_size:
+                # It goes on waiting; an agent that comes back knows it under the new incarnation.
+                self._channel.rename(message.incarnation, self._name)
             self._orders.put(message)
         elif isinstance(message, StopAtBoundary):
             self._orders.stop()

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner import ettr, job_machine, manifest, retention
+from planner import ettr, job_healing, job_machine, manifest, retention
 from planner.auth import job_token
 from planner.errors import MissingServiceError, PlanariaError, one_line
 from planner.events import Action, Event
@@ -38,6 +38,8 @@ from planner.job_events import (
     Holding,
     JobAction,
     JobEvent,
+    NodeBroken,
+    NodeLeaving,
     NodeUp,
     Persisted,
     Release,
@@ -60,11 +62,11 @@ from planner.manifest import step_dir_name
 from planner.messages import COMMANDS, RankCheckpoint, RankSpec, StartRanks
 from planner.pretrain_config import PretrainConfig
 from planner.store import ClusterStore, Entry, ReportEnvelope, Request
+from planner.types import CHECK_MARK
 from pretrain import published
 from pretrain.diagnosis.verdicts import examined, warm_up
 from pretrain.exports import Exporter, ExportResult
 from pretrain.job_folder import JobFolder, checkpoint_folder, finite
-from pretrain.nodechecks import MARK
 from pretrain.watch import JobWatch
 
 READER = "supervisor"
@@ -150,6 +152,7 @@ class Supervisor:
         """After a pause of ours, silence of the ranks proves nothing: their limits begin anew."""
         if now - self._last_round > 5.0:
             for job, record in self._jobs.items():
+                job_healing.allow_time(record, now)
                 if record.stage == "running":
                     self._watch(job).start(record, now)
 
@@ -294,11 +297,30 @@ class Supervisor:
                     yield job, NodeUp(node, frozenset((i, r) for j, i, r in report.ranks if j == job))
                     for event in _unheard(record):
                         yield job, event
+            case "node_checked":
+                self._checked(node, report)
+                if report.broken:
+                    for job in self._jobs:
+                        yield job, NodeBroken(node, report.broken)
+            case "node_leaving":
+                for job in self._jobs:
+                    yield job, NodeLeaving(node)
             case "node_left":
                 for job in self._jobs:
-                    yield job, NodeUp(node, frozenset())
+                    yield job, NodeUp(node, frozenset(), ready=False)
             case "message_refused":
                 self._store.tell(Action.MESSAGE_REFUSED, source=report.source, reason=report.reason, node=node)
+
+    def _checked(self, node: str, report: Any) -> None:
+        """A node's own checks: for the event log and ``planaria nodes``; a broken one takes no more work."""
+        found = {check.name: {"state": check.state, "reason": check.reason} for check in report.checks}
+        self._store.put_document("node_checks", (self._store.document("node_checks") or {}) | {node: found})
+        for name in report.changed:
+            details = {"node": node, "check": name, "state": found[name]["state"]}
+            self._store.tell(Action.NODE_CHECKED, reason=f"{name}: {found[name]['reason']}", **details)
+        if report.broken and node not in self._store.cordoned():
+            self._store.cordon(node, "cordon")
+            self._store.tell(Action.NODE_CORDONED, node=node, reason=report.broken)
 
     def _store_at(self, node: str, report: Any) -> StoreAt:
         record = self._jobs.get(report.job)
@@ -437,6 +459,7 @@ class Supervisor:
             state_since=back.incarnation if back else 0,
             skip_to=back.skip_to if back else 0,
             fired_faults=record.fired,
+            known_step=record.step if record.incarnation > 1 else None,
             joining=joining,
         )
 
@@ -455,7 +478,7 @@ class Supervisor:
                     self._store.release(lease, reason=f"given back by {record.holder}")
         elif isinstance(action, Cordon):
             if action.node not in self._store.cordoned():
-                self._store.cordon(action.node, MARK)
+                self._store.cordon(action.node, CHECK_MARK)
             self._store.tell(Action.NODE_CORDONED, node=action.node, reason=action.reason, job=record.id)
             for lease in self._leases.get(record.id, ()):
                 if lease.node == action.node:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from typing import Protocol
 from planner.alignment import Alignment, Stage
 from planner.clock import Clock, SystemClock
 from planner.events import Action
-from planner.messages import Persisted, RankDone, RankNote, RankPhase, RankStep, Reform
+from planner.messages import Persisted, RankDone, RankLeaving, RankNote, RankPhase, RankStep, Reform
 from planner.pretrain_config import Phase, PretrainConfig
 from pretrain import healing, parallel
 from pretrain.channel import AgentMessage, Channel
@@ -50,11 +52,19 @@ class Checkpoints(Protocol):
         """Whether the next save is a snapshot that the persister publishes (the same on all ranks)."""
 
 
+KEPT_STEPS = 1000
+"""Steps that a rank can say again: more than are completed until the cluster notices that nobody listens (10 s)."""
+PART_SECONDS = 2.0
+"""Longest wait of a rank that got SIGTERM for the order that lets the others go on without it."""
+
+
 class StopRequest:
     """The wish to stop at the next step's end, set from a signal handler or the channel's thread."""
 
     def __init__(self) -> None:
         self._why: str | None = None
+        self.warned = False
+        """Whether this process was told to leave (SIGTERM)."""
         self.asked = threading.Event()
 
     def ask(self, why: str) -> None:
@@ -141,6 +151,8 @@ class Trainer:
     skips: int = 0
     told: RankStep | None = None
     """The last step said."""
+    history: deque[RankStep] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """The last steps said."""
     started: float = 0.0
     """Monotonic time at which the step in hand began."""
     catching_up: bool = False
@@ -155,7 +167,7 @@ class Trainer:
             NonFiniteError: the guard gives up (:mod:`pretrain.guard`).
             DismissedError: a new incarnation does without this rank.
         """
-        trouble: tuple[Exception, str | None] | None = None
+        trouble: tuple[Exception, str | None, str] | None = None
         while True:
             try:
                 if trouble is not None:
@@ -168,8 +180,8 @@ class Trainer:
                 if self.reformer is None or not self.reformer.heals(error, self.machine.membership):
                     raise
                 # The traceback holds the old groups; they must be able to go.
-                place = healing.place_of(error)
-                trouble = error.with_traceback(None), place
+                place, text = healing.place_of(error), "".join(traceback.format_exception(error))
+                trouble = error.with_traceback(None), place, text
 
     def on_agent(self, message: AgentMessage) -> None:
         """Take a message of the agent (called in the channel's thread)."""
@@ -185,6 +197,17 @@ class Trainer:
                 leave_collective(self.machine.membership, message.reason)
         else:
             on_leave(message, self.reformer.orders, self.machine.membership, self.machine.layout)
+
+    def told_to_leave(self) -> None:
+        """SIGTERM came (called in a thread of its own). The job may go on without this rank: that is the supervisor's
+        to say. If it says nothing in time, all ranks publish at the step's end and leave."""
+        if self.reformer is not None and not self.stop.warned:
+            self.stop.warned = True
+            self.channel.send(RankLeaving(step=self.state.step, time=self.clock.time()))
+            if self.reformer.released(PART_SECONDS):
+                return
+        if self.stop.why is None:
+            self.stop.ask("preempted")
 
     # ------------------------------------------------------------ the stages of a step
 
@@ -281,7 +304,8 @@ class Trainer:
             self.facts.valid[step] = self._validate() if self._validates() else None
         if self.told is not None and self.told.step == step:
             self.told = self.told.model_copy(update={"valid_loss": self.facts.valid[step]})
-            self.tell()
+            self.history.append(self.told)
+            self.tell(self.told)
         self.settled = True
         self.stage = Stage.SAVE
 
@@ -411,11 +435,14 @@ class Trainer:
             phases={**work.seconds, "other": max(0.0, seconds - known)},
         )
 
-    def tell(self) -> None:
-        """Say the last step; said again after a re-form, since whoever was to say it may be gone."""
-        message = self.told
-        if message is None:
-            return
+    def tell_again(self, after: int) -> None:
+        """Say the steps after ``after`` again, once for all: whoever was to say them may be gone."""
+        if self.machine.layout.rank == 0:
+            for message in [one for one in self.history if one.step > after]:
+                self.tell(message.model_copy(update={"incarnation": self.incarnation}))
+
+    def tell(self, message: RankStep) -> None:
+        """Say a completed step."""
         if self.machine.layout.rank != 0:
             self.channel.send(message.model_copy(update={"batch": []}))
             return

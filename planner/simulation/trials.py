@@ -7,7 +7,8 @@ Three ways to run it, with the same parameters:
 * ``fixed-partition`` (Acme's own method): one load per node into memory, small datasets batched, large ones cut into a
   few trials, long CPU metrics first; each trial loads from memory and prepares; metrics run on CPU.
 * ``planaria``: one load per node, a resident engine per slot, requests recorded on CPU meanwhile, shards of a few
-  seconds by :mod:`planner.simulation.shards`, metrics on CPU as soon as a dataset's last response is in.
+  seconds by the conductor's own policy (:mod:`planner.packing`), metrics on CPU as soon as a dataset's last response is
+  in.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from planner.ettr import LOSSES
+from planner.packing import PendingShard, RunView
 from planner.simulation.engine import Engine, generator
+from planner.simulation.packing import PlayedSlot, play
 from planner.simulation.parameters import Parameters, Trial
 from planner.simulation.scenario import TrialScenario
-from planner.simulation.shards import cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +177,20 @@ def ours(trial: Trial, given: Sequence[Dataset], nodes: int, per_node: int) -> T
     """Resident engines and fine shards."""
     slots = nodes * per_node
     begin = _begin(trial, nodes)
-    shards = cut([(dataset.name, dataset.inference, dataset.metric) for dataset in given], slots, trial.shard_seconds)
+    pending = tuple(
+        PendingShard(shard=dataset.name, seconds=dataset.inference, tail=dataset.metric) for dataset in given
+    )
+    run = RunView(run="checkpoint", created=0.0, model="m", pending=pending, usual=trial.shard_seconds)
+    found = play(
+        [run],
+        [PlayedSlot(name=f"{slot:04d}", start=begin, model="m") for slot in range(slots)],
+        overhead=trial.shard_overhead,
+    )
     outcome = TrialOutcome(makespan=0.0, ready=[])
     outcome.used["load"] += slots * (begin - trial.engine_start)
-    outcome.used["start"] += slots * trial.engine_start
-    last: dict[str, float] = {}
-    free = [(begin, slot) for slot in range(slots)]
-    for shard in shards:
-        time, slot = heapq.heappop(free)
-        time += shard.seconds + trial.shard_overhead
-        outcome.used["inference"] += shard.seconds
-        outcome.used["start"] += trial.shard_overhead
-        last[shard.dataset] = max(last.get(shard.dataset, 0.0), time)
-        heapq.heappush(free, (time, slot))
-    return _with_metrics(outcome, given, last)
+    outcome.used["start"] += slots * trial.engine_start + found.pieces * trial.shard_overhead
+    outcome.used["inference"] += found.work
+    return _with_metrics(outcome, given, found.ends)
 
 
 def _staging(trial: Trial, nodes: int) -> float:

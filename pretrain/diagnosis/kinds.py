@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pretrain.diagnosis.origin import OriginMap
-from pretrain.diagnosis.reading import without_addresses
+from pretrain.diagnosis.reading import MAX_SHAPE_BYTES, without_addresses
 from pretrain.diagnosis.rules import (
     Digits,
     Exceptional,
@@ -166,7 +166,7 @@ class KindCache:
 
     def of(self, text: str, shape: bytes, within: str = "", after_frame: bool = False) -> Kind:
         """The kind of a line; ``shape`` as in :class:`~pretrain.diagnosis.reading.LogLine`, empty where unknown."""
-        if not shape:
+        if not shape or len(shape) > MAX_SHAPE_BYTES:
             return self._of_words(text, within, after_frame)
         key = (without_addresses(shape), within, after_frame)
         found = self._by_shape.get(key)
@@ -186,6 +186,8 @@ class KindCache:
         return self._by_shape.get((without_addresses(shape), "", after_frame))
 
     def _of_words(self, text: str, within: str, after_frame: bool) -> Kind:
+        if len(text) > MAX_SHAPE_BYTES:  # long lines are rarely alike, and many of them would fill the memory
+            return judge(text, self._extra, within, after_frame)
         key = (_VARIABLE.sub("#", text), within, after_frame)
         found = self._by_words.get(key)
         if found is None:

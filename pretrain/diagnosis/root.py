@@ -16,7 +16,7 @@ from typing import Any
 from pretrain.diagnosis.kinds import MAX_KNOWN, Kind, KindCache
 from pretrain.diagnosis.origin import OriginMap, find_node, find_rank, find_time, unwrapped
 from pretrain.diagnosis.progress import Course, Progress, ProgressShape, parse, shape_of
-from pretrain.diagnosis.reading import Block, LogLine
+from pretrain.diagnosis.reading import MAX_SHAPE_BYTES, Block, LogLine
 from pretrain.diagnosis.rules import Role, Rule, classes, ends_a_traceback
 
 NEAR = 14
@@ -189,7 +189,7 @@ class Collector:
             self._notice(line, line.text, after_frame)
             return
         self._advance(progress)
-        if (shape := shape_of(line, progress)) is not None:
+        if len(line.shape) <= MAX_SHAPE_BYTES and (shape := shape_of(line, progress)) is not None:
             if len(self._progress) > MAX_KNOWN:
                 self._progress.clear()
             self._progress[line.shape] = shape
@@ -265,7 +265,7 @@ class Collector:
             self._within[find_rank(text)] = "dataset"
         elif _READS_CHECKPOINTS.search(code):
             self._within[find_rank(text)] = "checkpoint"
-        elif line.shape and len(self._quiet_frames) < MAX_KNOWN:
+        elif line.shape and len(line.shape) <= MAX_SHAPE_BYTES and len(self._quiet_frames) < MAX_KNOWN:
             self._quiet_frames.add(line.shape)
         return True
 

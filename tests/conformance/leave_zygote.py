@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ VICTIM = 4
 """Data-parallel rank 1 of the last stage (rank = stage · 3 + data rank)."""
 BREAK_AT = 2
 """The iteration in which the victim breaks: the first ones prove that the group works."""
-SILENT = ("sigstop", "link_cut")
+SILENT = ("sigstop", "link_cut_in", "link_cut_out")
 DECLARE_SECONDS = 0.3
 """After this the fake agent declares a silent rank hung."""
 LIMIT_SECONDS = 20.0
@@ -42,31 +43,44 @@ def say(fd: int, **line: Any) -> None:
     os.write(fd, (json.dumps(line) + "\n").encode())
 
 
-def cut_links() -> None:
-    """Attach a filter that drops every packet to this process's TCP sockets: peers get neither data nor resets."""
-    drop_all = struct.pack("HBBI", 0x06, 0, 0, 0)
-    program_bytes = ctypes.create_string_buffer(drop_all)
-    program = struct.pack("HL", 1, ctypes.addressof(program_bytes))
+def connected() -> Iterator[socket.socket]:
+    """This process's connected TCP sockets."""
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as sock:
                 if sock.family == socket.AF_INET:
                     sock.getpeername()
-                    sock.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+                    yield sock
         except OSError:
             continue
 
 
+def cut_links(peers: Collection[int] | None = None) -> None:
+    """Let nothing in any more by this process's TCP sockets (those to ``peers``' ports, where given): a filter drops
+    every packet, so that the other side gets neither acknowledgements nor resets."""
+    drop_all = struct.pack("HBBI", 0x06, 0, 0, 0)
+    program_bytes = ctypes.create_string_buffer(drop_all)
+    program = struct.pack("HL", 1, ctypes.addressof(program_bytes))
+    for sock in connected():
+        if peers is None or sock.getpeername()[1] in peers:
+            sock.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+
+
 def fail(kind: str, out: int) -> None:
     """Break this rank as the case says, after noting when."""
-    say(out, broke=time.monotonic())
+    ports = [sock.getsockname()[1] for sock in connected()] if kind == "link_cut_out" else []
+    say(out, broke=time.monotonic(), ports=ports)
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "sigstop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "exit":
         os._exit(13)
-    cut_links()
+    if kind == "link_cut_in":
+        cut_links()
+    if kind == "link_cut_out":
+        # What goes out is dropped where it arrives: the node in small tells the others which ports are this rank's.
+        time.sleep(0.1)
 
 
 class Step:
@@ -104,11 +118,16 @@ class Step:
 
 
 def listen(fd: int, membership: Any) -> None:
-    """The channel's thread: leaves when the agent says so."""
-    if os.read(fd, 1):
-        from pretrain.collective import leave_collective
+    """The channel's thread: leaves when the agent says so, and drops what comes from ports that it names."""
+    from pretrain.collective import leave_collective
 
-        leave_collective(membership, "told by the agent")
+    with os.fdopen(fd) as lines:
+        for line in lines:
+            ports = [int(port) for port in line.split()]
+            if not ports:
+                leave_collective(membership, "told by the agent")
+                return
+            cut_links(ports)
 
 
 def rank_main(rank: int, case: dict[str, str], inbox: int, out: int) -> None:
@@ -188,9 +207,7 @@ def run_case(case: dict[str, str]) -> dict[str, Any]:
         ready, _, _ = select.select(watch, [], [], max(0.0, due - time.monotonic()))
         if told is None and (pidfd in ready or (silent and broke is not None and time.monotonic() >= due)):
             told = time.monotonic()
-            for rank, inbox in inboxes.items():
-                if rank != VICTIM:
-                    os.write(inbox, b"l")
+            tell(inboxes, [])
         if read in ready:
             chunk = os.read(read, 65536)
             if not chunk:
@@ -198,6 +215,8 @@ def run_case(case: dict[str, str]) -> dict[str, Any]:
             *lines, buffer = (buffer + chunk).split(b"\n")
             for line in map(json.loads, lines):
                 broke = line.get("broke", broke)
+                if line.get("ports"):
+                    tell(inboxes, line["ports"])
                 if "out" in line and line["rank"] != VICTIM:
                     left[line["rank"]] = line["out"]
                     natural += [line["rank"]] if line["natural"] else []
@@ -211,6 +230,13 @@ def run_case(case: dict[str, str]) -> dict[str, Any]:
         "rejoined": sorted(rejoined),
         "natural": sorted(natural),
     }
+
+
+def tell(inboxes: dict[int, int], ports: list[int]) -> None:
+    """Tell the survivors to drop what comes from these ports, or (none) to leave."""
+    for rank, inbox in inboxes.items():
+        if rank != VICTIM:
+            os.write(inbox, (" ".join(map(str, ports)) + "\n").encode())
 
 
 def finish(pids: dict[int, int], fds: list[int]) -> None:

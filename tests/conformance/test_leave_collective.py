@@ -1,5 +1,7 @@
 """Every survivor leaves the collective at once, whatever broke, in whatever phase; and can form the next one.
 
+A cut link is one-sided at a time: nothing comes in to the rank any more, or nothing that it sends arrives.
+
 Six ranks in two pipeline stages and three replicas. gloo runs for real; NCCL passes through the same suite where
 there are six devices, and is unverified elsewhere.
 """
@@ -19,7 +21,7 @@ import pytest
 from tests.conformance.leave_zygote import VICTIM, WORLD
 
 PHASES = ("forward", "backward", "reduce", "optimizer", "evaluate", "save", "reform")
-KINDS = ("sigkill", "sigstop", "exit", "link_cut")
+KINDS = ("sigkill", "sigstop", "exit", "link_cut_in", "link_cut_out")
 BOUND_SECONDS = 3.0
 """Generous: the machine is shared. The figure (median under 0.3 s) is measured by the benchmark."""
 

@@ -318,3 +318,33 @@ def test_nothing_scored_is_a_failure_that_says_why(world: World, tmp_path: Path)
     run = Run(world.spec(tmp_path / "out"), "x", state=TrialState.FAILED, reason="because")
     with pytest.raises(WorkFailedError, match="because"):
         _result(run, 1.0)
+
+
+def test_a_long_metric_begins_while_other_tasks_are_answered(world: World, tmp_path: Path) -> None:
+    seen: list[tuple[str, frozenset[str], bool]] = []
+
+    def scorer(job: Any) -> Any:
+        answered = all(not one.open for one in conductor.runs.values())
+        seen.append((Path(job.output).name, frozenset(job.failed), answered))
+        return score(job)
+
+    with fleet(1, STUB_SECONDS="0.02") as one, Ledger(sqlite_url(tmp_path / "l.sqlite"), 1) as ledger:
+        conductor = Conductor(one.store, ledger, make_app(one.store.url), scorer=scorer)
+        conductor.estimates.tails = lambda recording: {"choice_plain": 60.0, "last_word": 1.0, "rolling": 1.0}  # type: ignore[method-assign]
+        run = conductor.add(world.spec(tmp_path / "out"))
+        one.start()
+
+        def over() -> bool:
+            run.keeping = frozenset({"choice_plain"})
+            conductor.tick(time.time())
+            one.watch(conductor, time.time())
+            return run.over
+
+        await_that(over, 120)
+        conductor.close()
+    early, late = seen
+    assert early == (early[0], frozenset({"last_word", "rolling"}), False)
+    assert early[0].startswith(".early-")
+    assert late == ("out", frozenset(), True)
+    assert results(run) == world.expected
+    assert not list((tmp_path / "out").glob(".early-*"))

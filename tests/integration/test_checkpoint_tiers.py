@@ -23,11 +23,11 @@ from planner.processes import marked
 from planner.stack import Stack, stop_stack
 from planner.store import ClusterStore
 from pretrain import published, snapshot
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import Cluster, cluster, cluster_of_module
 from tests.support.ranks import tiny
-from tests.support.redis import await_that, redis_of_session, store
+from tests.support.redis import await_that, redis_of_session
 
-__all__ = ["cluster", "redis_of_session", "store"]
+__all__ = ["cluster", "cluster_of_module", "redis_of_session"]
 
 PLANARIA = [sys.executable, "-m", "planner.cli"]
 SETTINGS = {"every_steps": 6, "snapshot_every_steps": 2, "export": True}

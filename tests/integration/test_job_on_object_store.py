@@ -11,12 +11,12 @@ import pytest
 from planner.events import JobState
 from planner.manifest import verify
 from pretrain.targets import ObjectTarget, open_target
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import Cluster, cluster, cluster_of_module
 from tests.support.object_store import Faulty, access, server
 from tests.support.ranks import tiny
-from tests.support.redis import await_that, redis_of_session, store
+from tests.support.redis import await_that, redis_of_session
 
-__all__ = ["cluster", "redis_of_session", "server", "store"]
+__all__ = ["cluster", "cluster_of_module", "redis_of_session", "server"]
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 BUCKET = "training"
 

@@ -9,10 +9,10 @@ import pytest
 
 from planner.node_check import NodeState
 from pretrain.nodecheck import LocalCheck, local_probe
-from tests.support.cluster import Cluster, cluster
-from tests.support.redis import await_that, redis_of_session, store
+from tests.support.cluster import Cluster, cluster, cluster_of_module
+from tests.support.redis import await_that, redis_of_session
 
-__all__ = ["cluster", "redis_of_session", "store"]
+__all__ = ["cluster", "cluster_of_module", "redis_of_session"]
 
 NODES = ["n-0", "n-1", "n-2", "n-3"]
 

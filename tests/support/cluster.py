@@ -1,4 +1,8 @@
-"""A cluster for tests: real Redis, real coordinator, real agents whose ranks do arithmetic (or train, on request)."""
+"""A cluster for tests: real Redis, real coordinator, real agents whose ranks do arithmetic (or train, on request).
+
+One per module: starting one takes longer than most tests do. Each test hands in jobs of its own; what it breaks it
+mends (:meth:`Cluster.ensure_agent`), and what it leaves running is cancelled after it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,11 @@ from typing import Any
 
 import pytest
 
+from planner.auth import new_secret
 from planner.events import TERMINAL, JobState
 from planner.pretrain_config import PretrainConfig
 from planner.processes import marked
+from planner.redis_server import RedisServer
 from planner.store import ClusterStore
 from tests.support.redis import await_that
 
@@ -43,7 +49,7 @@ def plain(**changes: Any) -> PretrainConfig:
 
 @dataclass
 class Cluster:
-    """The running parts; everything is ended at the end of the test."""
+    """The running parts; everything is ended at the end of the module."""
 
     store: ClusterStore
     state_dir: Path
@@ -51,6 +57,9 @@ class Cluster:
     environment: dict[str, str]
     coordinator: subprocess.Popen[bytes] | None = None
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    job: str = ""
+    """The job that was handed in last."""
+    count: int = 0
 
     def _start(self, name: str, *program: str, **environment: str) -> subprocess.Popen[bytes]:
         log = (self.state_dir / f"{name}.log").open("ab")
@@ -91,40 +100,68 @@ class Cluster:
         )
         await_that(lambda: not self.store.quarantine(node), 20, f"slots of {node} are free")
 
-    def submit(self, config: PretrainConfig, job: str = "job-1") -> str:
+    def ensure_agent(self, node: str, slots: int, address: str = "127.0.0.1", *, real: bool = False) -> None:
+        """Start an agent unless one of that name runs."""
+        running = self.agents.get(node)
+        if running is None or running.poll() is not None:
+            self.start_agent(node, slots, address, real=real)
+
+    def end_agent(self, node: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal an agent and wait until it is gone."""
+        process = self.agents.pop(node)
+        process.send_signal(number)
+        process.wait(timeout=30)
+
+    def settle(self) -> None:
+        """Cancel what still runs, and wait until its slots are free."""
+        for job, record in self.store.jobs().items():
+            if record["state"] not in TERMINAL:
+                self.store.send_request("cancel", job=job)
+                self.wait_state(job=job, seconds=30)
+        await_that(lambda: not self.store.leases("job:"), 20, "all slots are given back")
+        for node in self.agents:
+            await_that(lambda node=node: not self.store.quarantine(node), 20, f"slots of {node} are free")
+
+    def submit(self, config: PretrainConfig, job: str = "") -> str:
         """Hand a job in, past the command."""
+        self.count += 1
+        self.job = job = job or f"job-{self.count}"
         self.store.send_request("submit", job=job, config=config.to_json())
         await_that(lambda: self.store.job(job), 20, "the job is taken")
         return job
 
-    def record(self, job: str = "job-1") -> dict[str, Any]:
+    def record(self, job: str = "") -> dict[str, Any]:
         """The job's record."""
-        return self.store.job(job) or {}
+        return self.store.job(job or self.job) or {}
 
-    def wait_state(self, *states: JobState, job: str = "job-1", seconds: float = 60.0) -> dict[str, Any]:
+    def folder(self, job: str = "") -> Path:
+        """The job's folder."""
+        return self.state_dir / "jobs" / (job or self.job)
+
+    def wait_state(self, *states: JobState, job: str = "", seconds: float = 60.0) -> dict[str, Any]:
         """Wait until the job is in one of these states (or over)."""
         wanted = set(states) | TERMINAL
-        await_that(lambda: self.record(job).get("state") in wanted, seconds, f"{job} in {sorted(wanted)}")
+        await_that(lambda: self.record(job).get("state") in wanted, seconds, f"{job or self.job} in {sorted(wanted)}")
         return self.record(job)
 
-    def wait_step(self, step: int, job: str = "job-1", seconds: float = 60.0) -> None:
+    def wait_step(self, step: int, job: str = "", seconds: float = 60.0) -> None:
         """Wait until a step is complete."""
-        await_that(lambda: self.record(job).get("step", 0) >= step, seconds, f"step {step} of {job}")
+        await_that(lambda: self.record(job).get("step", 0) >= step, seconds, f"step {step} of {job or self.job}")
 
-    def lines(self, file: str, job: str = "job-1") -> list[dict[str, Any]]:
+    def lines(self, file: str, job: str = "") -> list[dict[str, Any]]:
         """Lines of one of the job's files."""
-        text = (self.state_dir / "jobs" / job / file).read_text()
+        text = (self.folder(job) / file).read_text()
         return [json.loads(line) for line in text.splitlines()]
 
-    def events(self, action: str, job: str = "job-1") -> list[dict[str, Any]]:
+    def events(self, action: str, job: str = "") -> list[dict[str, Any]]:
         """Events of one action."""
         return [event for event in self.lines("events.jsonl", job) if event["action"] == action]
 
-    def rank_pids(self, job: str = "job-1") -> dict[int, int]:
+    def rank_pids(self, job: str = "") -> dict[int, int]:
         """Rank → process id of the present incarnation."""
         return {rank["rank"]: rank["pid"] for rank in self.record(job)["ranks"] if not rank["gone"]}
 
-    def kept(self, job: str = "job-1") -> dict[int, tuple[list[int], float]]:
+    def kept(self, job: str = "") -> dict[int, tuple[list[int], float]]:
         """Step → (sample ids, loss); of a step that stands twice the last line counts."""
         losses = {line["step"]: line["loss"] for line in self.lines("metrics.jsonl", job)}
         return {line["step"]: (line["ids"], losses[line["step"]]) for line in self.lines("samples.jsonl", job)}
@@ -134,15 +171,18 @@ class Cluster:
         return (self.state_dir / f"{name}.log").read_text()
 
 
-@pytest.fixture
-def cluster(store: ClusterStore, tmp_path: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster_of_module(redis_of_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster with a coordinator and no agent yet."""
-    assert store.secret is not None
-    (tmp_path / "secret").write_text(store.secret)
-    mark = f"test-{os.getpid()}-{tmp_path.name}"
+    folder = tmp_path_factory.mktemp("cluster")
+    secret = new_secret()
+    (folder / "secret").write_text(secret)
+    store = ClusterStore(redis_of_session.url, secret, patience=20.0)
+    store.link.call(lambda client: client.flushall())
+    mark = f"test-{os.getpid()}-{folder.name}"
     environment = {**os.environ, "PLANARIA_URL": store.url, "PLANARIA_STACK": mark, "OMP_NUM_THREADS": "1"}
-    environment |= {"PLANARIA_SHM": str(tmp_path / "shm"), "PYTHONPATH": str(ROOT)}
-    made = Cluster(store, tmp_path, mark, environment)
+    environment |= {"PLANARIA_SHM": str(folder / "shm"), "PYTHONPATH": str(ROOT)}
+    made = Cluster(store, folder, mark, environment)
     try:
         made.start_coordinator()
         yield made
@@ -154,10 +194,27 @@ def cluster(store: ClusterStore, tmp_path: Path) -> Iterator[Cluster]:
             process.wait()
         for left in marked(mark):
             left.kill(signal.SIGKILL)
+        store.close()
+
+
+@pytest.fixture
+def cluster(cluster_of_module: Cluster) -> Iterator[Cluster]:
+    """The module's cluster; nothing runs in it before and after the test."""
+    yield cluster_of_module
+    cluster_of_module.settle()
 
 
 def left_over(cluster: Cluster) -> list[int]:
-    """Processes of the cluster besides coordinator and agents."""
+    """Processes of the cluster besides coordinator and agents with their nurseries."""
     own = {process.pid for process in cluster.agents.values()}
     own |= {cluster.coordinator.pid} if cluster.coordinator else set()
-    return [process.pid for process in marked(cluster.mark) if process.pid not in own]
+    return [process.pid for process in marked(cluster.mark) if process.pid not in own and not _is_nursery(process.pid)]
+
+
+def _is_nursery(pid: int) -> bool:
+    """Whether a process is what forks an agent's ranks (not a rank that it forked, which leads its own session)."""
+    with contextlib.suppress(OSError):
+        program = b"pretrain.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        return program and b"pretrain.nursery" not in Path(f"/proc/{parent}/cmdline").read_bytes()
+    return False

@@ -298,6 +298,7 @@ class ReformCluster:
             reason="test",
             at_boundary=at_boundary,
             fired_faults=self.fired,
+            told_step=max(self.steps(), default=0),
         )
         self.grid, self.left_since = after, None
         for member in self.alive() + self.alive(waiting=True):

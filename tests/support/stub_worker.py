@@ -2,7 +2,8 @@
 
 ``python -m tests.support.stub_worker --kind infer --name NAME``; the environment says how it misbehaves:
 ``STUB_SECONDS`` per request, ``STUB_POISON`` a text whose request kills the process, ``STUB_REFUSE`` a text whose
-shard raises, ``STUB_HANG`` a text that makes it stand still; all only while the file ``STUB_ONLY_WHILE`` is there.
+shard raises, ``STUB_HANG`` a text that makes it stand still, all only while the file ``STUB_ONLY_WHILE`` is there;
+``STUB_PLAIN`` answers the same to every scored request.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class StubEngine:
 
     def run(self, requests: Sequence[Request], stop: Callable[[], bool] = lambda: False) -> Iterator[Response]:
         """See :class:`evalsched.engine.Engine`."""
-        pause = float(os.environ.get("STUB_SECONDS", "0"))
+        pause, plain = float(os.environ.get("STUB_SECONDS", "0")), "STUB_PLAIN" in os.environ
         for request in requests:
             if stop():
                 return
@@ -38,8 +39,9 @@ class StubEngine:
                 raise EngineError("this text breaks the engine")
             while _says("STUB_HANG", text):
                 time.sleep(1)
-            time.sleep(pause)
-            yield respond(request)
+            if pause:
+                time.sleep(pause)
+            yield Response(id=request.id, value=(-1.0, True)) if plain else respond(request)
 
 
 def _says(name: str, text: str) -> bool:
@@ -55,6 +57,7 @@ class StubResident:
     def __init__(self, threads: int = 1) -> None:
         self.engine = StubEngine()
         self.starts = self.swaps = 0
+        self.peers: Any = None
         self._held: str | None = None
 
     def hold(self, model: ModelRef, engine: Mapping[str, Any]) -> str | None:

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from planner.messages import StartWorker, StopWorker, WorkerExited
 from planner.store import ClusterStore
 from tests.support.redis import SlotAgent
+
+STUB = (sys.executable, "-m", "tests.support.stub_worker")
 
 
 class WorkerAgent(SlotAgent):
@@ -27,10 +29,12 @@ class WorkerAgent(SlotAgent):
         slots: int,
         secret_file: Path,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = STUB,
     ) -> None:
         super().__init__(store, node, slots)
         self._secret_file = secret_file
         self._environment = dict(environment or {})
+        self._program = tuple(program)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.started: list[str] = []
         self._slots: dict[str, list[str]] = {}
@@ -70,7 +74,7 @@ class WorkerAgent(SlotAgent):
                 "PLANARIA_NODE": self.facts.name, "PLANARIA_LEASE": command.lease or "",
                 "PLANARIA_LEASE_TOKEN": str(command.lease_token),
             }  # fmt: skip
-            program = [sys.executable, "-m", "tests.support.stub_worker", "--kind", command.worker_kind]
+            program = [*self._program, "--kind", command.worker_kind]
             self.processes[command.worker] = subprocess.Popen(
                 [*program, "--name", command.worker],
                 env=os.environ | self._environment | own, stdin=subprocess.DEVNULL, start_new_session=True,

@@ -16,7 +16,7 @@ import pytest
 from planner.clock import ManualClock
 from planner.messages import RankFault
 from planner.pretrain_config import Fault, FaultKind, Phase
-from pretrain.faults import EXIT_CODE, InjectedError, Injector, corrupt, distort_loss
+from pretrain.faults import ACTS_IN, EXIT_CODE, InjectedError, Injector, corrupt, distort_loss
 
 
 def fault(kind: str, step: int = 2, **more: object) -> Fault:
@@ -149,3 +149,42 @@ def test_corrupt_flips_one_bit_of_the_largest_file(tmp_path: Path) -> None:
     assert sum(bin(byte).count("1") for byte in big.read_bytes()) == 1
     with pytest.raises(FileNotFoundError, match="no file"):
         corrupt(tmp_path / "deep" / "none")
+
+
+class Acted(Exception):
+    """Raised in place of what would end this process."""
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_every_kind_fires_in_every_phase_and_says_so_before_it_acts(
+    kind: FaultKind, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of two micro-batches a step that validates, saves and re-forms after each step."""
+
+    def acted(*_: object) -> None:
+        raise Acted
+
+    monkeypatch.setattr(os, "kill", acted)
+    monkeypatch.setattr(os, "_exit", acted)
+    clock = ManualClock(100.0)
+    monkeypatch.setattr(clock, "sleep", acted)
+    said: list[RankFault] = []
+    box = Injector([fault(kind.value, phase=phase.value)], [], 0, said.append, clock=clock)
+    walk = [(step, place, batch) for step in (1, 2, 3) for place, batch in WALK]
+    effects: list[tuple[Phase, FaultKind]] = []
+    for step, place, batch in walk:
+        try:
+            effects += [(place, effect) for effect in box.fire(place, step, batch)]
+        except (Acted, InjectedError, OSError, RuntimeError):
+            effects.append((place, kind))
+    (message,) = said
+    assert (message.step, message.phase) == (2, phase.value)
+    assert effects == [(ACTS_IN.get(kind, phase), kind)], "it acts once, where it can"
+    assert box.pending == ()
+
+
+WALK = [
+    (Phase.FORWARD, 0), (Phase.BACKWARD, 0), (Phase.FORWARD, 1), (Phase.BACKWARD, 1), (Phase.REDUCE, None),
+    (Phase.OPTIMIZER, None), (Phase.EVALUATE, None), (Phase.SAVE, None), (Phase.REFORM, None),
+]  # fmt: skip

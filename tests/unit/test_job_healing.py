@@ -14,6 +14,8 @@ from planner.job_events import (
     Holding,
     JobAction,
     JobEvent,
+    NodeLeaving,
+    NodeUp,
     Release,
     Said,
     Send,
@@ -31,14 +33,18 @@ from planner.job_record import JobRecord, RankRecord
 from planner.leases import Lease
 from planner.messages import (
     LeaveCollective,
+    RankCheckpoint,
     RankDone,
     RankException,
+    RankFault,
     RankHello,
+    RankLeaving,
     RankLeft,
     RankPhase,
     RankReformed,
     RankStep,
     Reform,
+    StartStore,
     StopRanks,
     TellRanks,
 )
@@ -347,6 +353,163 @@ def test_a_fault_while_a_joiner_starts_comes_first() -> None:
     for rank in (0, 1):
         play.left(rank)
     assert play.orders()[-1].ranks == {0: 0, 1: 1}
+
+
+def test_a_joiner_that_has_met_its_agent_goes_on_starting_through_a_fault() -> None:
+    play = Play()
+    play.heal(3)
+    play.step(2)
+    play.hold()
+    name = play.job.joiners[0].rank
+    play.say(name, RankHello(token="t", job="j", incarnation=2, rank=name, pid=99, heals=True))
+    play.exit(2)
+    for rank in (0, 1):
+        play.left(rank)
+    assert play.orders()[-1].ranks == {0: 0, 1: 1, name: name}, "it goes on waiting under its name"
+    play.say(name, RankPhase(phase="ready", step=0, time=play.now), incarnation=2)
+    play.reformed()
+    play.step(3)
+    play.hold()
+    second = next(rank.rank for rank in play.job.joiners if rank.rank != name)
+    assert not play.orders()[-1].at_boundary, "the second one is awaited: both in one change"
+    play.say(second, RankPhase(phase="ready", step=0, time=play.now))
+    play.hold()
+    assert play.orders()[-1].ranks == {0: 0, 1: 1, name: 2, second: 3}
+    assert not any(name in (order.ranks or []) for order in play.sent(StopRanks))
+
+
+def test_whoever_saves_gets_as_long_as_saves_take() -> None:
+    play = Play()
+    for rank in range(3):
+        play.say(rank, RankPhase(phase="save", step=1, time=play.now))
+    before = play.now
+    play.exit(3)
+    assert play.job.due == pytest.approx(before + 0.1 + 60.0), "nothing is known yet"
+    again = Play()
+    message = RankCheckpoint(what="published", step=1, path="/p", seconds=6.0, time=again.now)
+    again.say(0, message)
+    again.say(1, RankPhase(phase="save", step=1, time=again.now))
+    before = again.now
+    again.exit(3)
+    assert again.job.due == pytest.approx(before + 0.1 + 18.0)
+
+
+def told_to_leave(play: Play, *ranks: int) -> None:
+    for rank in ranks:
+        play.say(rank, RankLeaving(step=1, time=play.now))
+    play.do(Tick(), later=0.5)
+
+
+def test_a_rank_that_gets_sigterm_is_let_go_at_the_steps_end_and_the_job_goes_on() -> None:
+    play = Play()
+    told_to_leave(play, 1)
+    order = play.orders()[-1]
+    assert (order.at_boundary, order.ranks) == (True, {0: 0, 2: 1, 3: 2})
+    play.reformed()
+    play.do(Exited(1, 1, 4, None, False, ""))
+    assert (play.job.state, play.job.stage, play.job.fault) == (JobState.RUNNING, "running", None)
+
+
+def test_ranks_that_cannot_be_spared_publish_and_the_job_is_preempted() -> None:
+    play = Play(least=4)
+    told_to_leave(play, 1)
+    (stop,) = {command.message.why for command in play.sent(TellRanks) if hasattr(command.message, "why")}
+    assert stop == "preempted"
+    for rank in range(4):
+        play.say(rank, RankDone(step=2, why="preempted", time=play.now))
+        play.do(Exited(1, rank, 4, None, False, ""))
+    assert play.job.state == JobState.PREEMPTED
+
+
+def test_a_node_that_leaves_shrinks_the_job_or_makes_it_wait_for_slots() -> None:
+    for least, state in ((1, JobState.RUNNING), (4, JobState.WAITING)):
+        play = Play(least=least)
+        for rank in (2, 3):
+            play.job.ranks[rank].node = "m"
+        play.do(NodeLeaving("m"))
+        play.do(Tick(), later=0.5)
+        if least == 1:
+            assert play.orders()[-1].ranks == {0: 0, 1: 1}
+            play.reformed()
+            play.step(2)
+        else:
+            for rank in range(4):
+                play.say(rank, RankDone(step=2, why="paused", time=play.now))
+                play.do(Exited(1, rank, 0, None, False, ""))
+        assert play.job.state == state
+        assert play.job.leaving_nodes == ["m"]
+        play.do(NodeUp("m", frozenset()))
+        assert play.job.leaving_nodes == []
+
+
+def test_the_store_s_node_is_lost_and_another_is_named_before_the_survivors_re_form() -> None:
+    play = Play()
+    for rank in (2, 3):
+        play.job.ranks[rank].node, play.job.ranks[rank].lease = "m", "b"
+    for rank in (0, 1):
+        play.job.ranks[rank].lease = "gone"
+    play.leases = [play.make_lease("b", [2, 3])]
+    play.hold()
+    play.do(Tick())
+    for rank in (2, 3):
+        play.left(rank)
+    assert play.job.stage == "leaving"
+    assert not play.orders(), "the store went with its node"
+    assert play.sent(StartStore)[-1].incarnation == play.job.incarnation
+    play.do(StoreAt(1, "m", "127.0.0.9", 4100))
+    play.do(Tick())
+    assert (play.orders()[-1].ranks, play.orders()[-1].store_host) == ({2: 0, 3: 1}, "127.0.0.9")
+
+
+def test_without_another_store_in_time_all_ranks_start_anew() -> None:
+    play = Play()
+    play.job.store_host = ""
+    play.exit(3)
+    for rank in (0, 1, 2):
+        play.left(rank)
+    play.do(Tick(), later=30.0)
+    assert not play.orders()
+    assert play.job.stage == "stopping"
+
+
+def test_an_agent_that_comes_back_starts_its_store_again() -> None:
+    play = Play()
+    play.do(NodeUp("n", frozenset((1, rank) for rank in range(4))))
+    assert play.job.store_host == ""
+    assert len(play.sent(StartStore)) == 2
+    play.do(StoreAt(1, "n", "127.0.0.1", 4001))
+    assert (play.job.store_port, play.job.stage, play.job.fault) == (4001, "running", None)
+
+
+def test_a_signal_that_comes_while_the_job_heals_waits_for_it() -> None:
+    play = Play()
+    play.exit(3)
+    told_to_leave(play, 1)
+    assert not play.orders()
+    for rank in (0, 1, 2):
+        play.left(rank)
+    play.reformed()
+    play.do(Tick(), later=0.5)
+    assert len({order.incarnation for order in play.orders()}) == 1, "the first step comes first"
+    play.step(2)
+    play.do(Tick(), later=0.5)
+    assert play.orders()[-1].ranks == {0: 0, 2: 1}
+
+
+def test_a_fault_is_called_by_its_root_although_its_echo_on_another_node_was_heard_first() -> None:
+    play = Play(faults=[{"at_step": 2, "rank": 2, "kind": "exit"}])
+    play.left(0, own=True)
+    assert play.job.fault is not None
+    assert play.job.fault.kind == "exception"
+    play.say(2, RankFault(index=0, step=2, phase="forward", time=play.now))
+    assert (play.job.fault.kind, play.job.fault.rank, play.job.fault.injected) == ("exit", 2, 0)
+    other = Play()
+    other.left(0, own=True)
+    other.exit(2)
+    for rank in (1, 3):
+        other.left(rank)
+    assert other.job.fault is not None
+    assert (other.job.fault.kind, other.job.fault.rank) == ("sigkill", 2)
 
 
 def test_steps_that_are_said_again_are_written_once() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
+
 from planner.events import Action, JobState
-from planner.job_demand import demand
+from planner.job_demand import IN_PLACE_SECONDS, demand
 from planner.job_events import (
     Asked,
     CommandRefused,
@@ -24,6 +26,7 @@ from planner.job_events import (
     Tick,
     Write,
 )
+from planner.job_faults import exit_reason
 from planner.job_machine import decide
 from planner.job_rates import feasible, parameters
 from planner.job_record import JobRecord
@@ -347,3 +350,44 @@ def test_weights_are_counted() -> None:
     model = PretrainConfig.model_validate(RAW).model
     layer = 64 * (2 * 64 + 2 * 64) + 3 * 64 * 96 + 2 * 64
     assert parameters(model, 100) == 2 * layer + 2 * 100 * 64 + 64
+
+
+def test_a_rank_that_a_signal_ended_is_said_to_have_been_ended_by_it() -> None:
+    life = Life()
+    life.come_up()
+    life.happen(Exited(1, 1, None, 9, False, "/x.py:3: UserWarning: odd\n  warnings.warn("))
+    (gone,) = life.told(Action.RANK_EXITED)
+    assert gone["reason"] == "ended by SIGKILL"
+    assert life.told(Action.FAULT_DETECTED)[0]["reason"] == "ended by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("code", "tail", "reason"),
+    [
+        (13, "a line\n  warnings.warn(", "exited with code 13"),
+        (1, "Traceback (most recent call last):\n  File\nValueError: bad", "exited with code 1: ValueError: bad"),
+        (2, "data.train: nothing there", "exited with code 2: data.train: nothing there"),
+        (0, "bye", ""),
+    ],
+)
+def test_only_an_exception_is_quoted_from_the_log(code: int, tail: str, reason: str) -> None:
+    assert exit_reason(Exited(1, 0, code, None, False, tail)) == reason
+
+
+def test_a_change_costs_little_where_state_has_replicas_and_a_start_with_redo_where_it_has_none() -> None:
+    life = Life(faults=[])
+    life.come_up()
+    assert demand(life.job).transition_seconds == 15.0, "nothing is known of a start yet"
+    life.complete(1, 2, 3, 4, 5)
+    start = life.job.start_seconds
+    assert start is not None
+    assert demand(life.job).transition_seconds == start
+    life.said(0, RankCheckpoint(what="snapshot", step=3, time=life.now))
+    life.exit(1, signal=9)
+    assert demand(life.job).faulted
+    redone = 2 * life.job.step_seconds
+    assert demand(life.job).transition_seconds == pytest.approx(start + redone), "steps 4 and 5 come after the snapshot"
+    for rank in life.job.ranks:
+        rank.gone, rank.heals = False, True
+    life.job.stage = "running"
+    assert demand(life.job).transition_seconds == IN_PLACE_SECONDS

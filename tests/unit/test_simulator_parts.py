@@ -18,7 +18,6 @@ from planner.simulation.policies import policy
 from planner.simulation.policies.elastic import Oobleck
 from planner.simulation.policies.planaria import Planaria
 from planner.simulation.scenario import ClusterSpec, FailureSpec, JobSpec
-from planner.simulation.shards import cut
 from planner.simulation.trials import Loads, baseline, datasets, lower_bound, ours
 from planner.simulation.workload import Work, build
 
@@ -208,16 +207,6 @@ def test_loads_share_the_nic_and_the_storage() -> None:
     engine.run(1e6)
     alone = trial.model_bytes / trial.nic_bytes_per_second
     assert done == [(1, pytest.approx(alone)), (0, pytest.approx(2 * alone)), (0, pytest.approx(2 * alone))]
-
-
-def test_shards_hold_all_work_and_get_finer() -> None:
-    given = [(f"d{index}", 50.0 * index, 5.0 * index) for index in range(1, 20)]
-    shards = cut(given, 8, 20.0)
-    for name, inference, _ in given:
-        assert sum(shard.seconds for shard in shards if shard.dataset == name) == pytest.approx(inference)
-    assert shards[0].dataset == "d19"
-    assert max(shard.seconds for shard in shards) <= 22.0
-    assert shards[-1].seconds < 5.0
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])

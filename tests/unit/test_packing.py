@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from evalsched.feeding import (
+from planner.packing import (
     AGEING_SECONDS,
     DEPTH,
+    Assignment,
     OutView,
     PendingShard,
     RunView,
     WorkerView,
     assign,
+    piece_seconds,
     slots_wanted,
     urgency,
 )
@@ -89,12 +93,77 @@ def test_a_failed_shard_waits_and_goes_to_another_worker() -> None:
 def test_a_straggler_is_run_twice_only_when_nothing_else_is_left() -> None:
     late = OutView(run="a", shard="s", seconds=2.0, begun=1.0)
     workers = [WorkerView(worker="w1", model="a", out=(late,)), WorkerView(worker="w2", model="a")]
-    assert assign([], workers, 10.0) == []
+    assert assign([], workers, 3.0) == []
     (copy,) = assign([], workers, 60.0)
     assert (copy.worker, copy.shard, copy.second_copy) == ("w2", "s", True)
     assert not any(one.second_copy for one in assign([run("b", 0.0, 1.0)], workers, 60.0))
     twice = OutView(run="a", shard="s", seconds=2.0, begun=1.0, copies=2)
     assert assign([], [WorkerView(worker="w1", model="a", out=(twice,)), workers[1]], 60.0) == []
+
+
+def test_what_waits_behind_something_long_is_run_by_an_idle_worker_too() -> None:
+    out = (OutView(run="a", shard="long", seconds=60.0, begun=9.0), OutView(run="a", shard="next", seconds=5.0))
+    workers = [WorkerView(worker="w1", model="a", out=out), WorkerView(worker="w2", model="a")]
+    (copy,) = assign([], workers, 10.0)
+    assert (copy.worker, copy.shard, copy.second_copy) == ("w2", "next", True)
+
+
+def test_an_estimate_that_is_known_well_is_late_sooner_than_a_vague_one() -> None:
+    def chosen(high: float) -> list[Assignment]:
+        out = (OutView(run="a", shard="s", seconds=10.0, begun=1.0, high=high),)
+        return assign([], [WorkerView(worker="w1", model="a", out=out), WorkerView(worker="w2", model="a")], 30.0)
+
+    assert chosen(22.0)
+    assert not chosen(60.0)
+
+
+def test_long_metrics_go_first_even_where_their_inference_is_short() -> None:
+    pending = (
+        PendingShard(shard="quick metric", seconds=10.0),
+        PendingShard(shard="programs", seconds=2.0, tail=40.0),
+    )
+    view = RunView(run="a", created=0.0, model="a", pending=pending)
+    assert assign([view], [WorkerView(worker="w", model="a")], 1.0, depth=1)[0].shard == "programs"
+
+
+def test_a_slow_worker_leaves_at_the_end_what_a_fast_one_finishes_sooner() -> None:
+    busy = (OutView(run="a", shard="x", seconds=3.0),)
+    workers = [
+        WorkerView(worker="fast", model="a", speed=4.0, out=busy),
+        WorkerView(worker="slow", model="a", speed=0.5),
+    ]
+    chosen = assign([run("a", 0.0, 10.0)], workers, 1.0)
+    assert [(one.worker, one.shard) for one in chosen] == [("fast", "a-0")]
+    much = assign([run("a", 0.0, *[10.0] * 30)], workers, 1.0)
+    assert {one.worker for one in much} == {"fast", "slow"}, "while much is left, everybody works"
+
+
+def test_pieces_get_finer_towards_the_end() -> None:
+    assert piece_seconds(1000.0, 8.0, 5.0) == 5.0
+    assert piece_seconds(16.0, 8.0, 5.0) == 1.0
+    assert piece_seconds(0.1, 8.0, 5.0) == 0.5, "a tenth of the usual piece at the least"
+    assert piece_seconds(0.1, 8.0, 5.0, finest=0.8) == 0.8
+    view = RunView(run="a", created=0, model="a", usual=5.0, pending=(PendingShard(shard="s", seconds=6.0),))
+    chosen = assign([view], [WorkerView(worker=f"w{n}", model="a") for n in range(3)], 1.0, depth=1)
+    assert [one.seconds for one in chosen] == [pytest.approx(1.0), pytest.approx(5 / 6), pytest.approx(25 / 36)]
+    failed = PendingShard(shard="s", seconds=6.0, attempts=1)
+    (whole,) = assign([replace(view, pending=(failed,))], [WorkerView(worker="w", model="a")], 1.0)
+    assert whole.seconds is None, "what failed keeps its id, so that its attempts are counted"
+
+
+def test_a_worker_goes_on_with_the_prefix_that_it_holds() -> None:
+    pending = tuple(PendingShard(shard=f"s{n}", seconds=5.0 - n / 10, group="ab"[n % 2]) for n in range(4))
+    view = RunView(run="a", created=0, model="a", pending=pending)
+    assert assign([view], [WorkerView(worker="w", model="a", group="b")], 1.0, depth=1)[0].shard == "s1"
+    assert assign([view], [WorkerView(worker="w", model="a", group="c")], 1.0, depth=1)[0].shard == "s0"
+
+
+def test_a_deadline_presses_when_it_needs_all_workers() -> None:
+    old = replace(run("dated", 0.0, 100.0), deadline=1000.0)
+    runs = [old, run("fresh", 700.0, 1.0)]
+    workers = [WorkerView(worker="w", model=None)]
+    assert assign(runs, workers, 700.0, depth=1)[0].run == "fresh"
+    assert assign([old, run("fresh", 950.0, 1.0)], workers, 950.0, depth=1)[0].run == "dated"
 
 
 def test_slots_follow_the_backlog() -> None:
