@@ -256,12 +256,13 @@ def test_watch_evaluates_each_checkpoint_once(world: World, tmp_path: Path) -> N
     arguments = ("watch", str(tmp_path / "in"), "--tasks", "rolling", "--include-path", str(world.tasks), "--once")
     arguments += ("--output", str(tmp_path / "out"), "--limit", "6", "--order", "oldest")
     done = world.run(*arguments)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 6, done.stderr[-2000:]
+    assert "gate: step 200 regresses: rolling" in done.stderr
     assert done.stdout.index("checkpoint-100, step 100") < done.stdout.index("checkpoint-200, step 200")
     assert "checkpoint-300: not complete" in done.stderr
     one, two = (json.loads((tmp_path / "out" / f"checkpoint-{n}" / "results.json").read_text()) for n in (100, 200))
     assert one["results"]["rolling"] != two["results"]["rolling"]
     again = world.run(*arguments)
-    assert again.returncode == 0
+    assert again.returncode == 6
     assert again.stderr.count("evaluated before") == 2
     assert world.leftovers() == []
