@@ -48,7 +48,7 @@ TRAIN_PYTHON, INFER_PYTHON = "PLANARIA_TRAIN_PYTHON", "PLANARIA_INFER_PYTHON"
 """Environment of an agent: interpreters of ranks (with their stores) and of workers, where a site keeps two."""
 _SECRET_VARIABLES = ("PLANARIA_URL", "PLANARIA_SECRET_FILE")
 """What no rank gets to see: a rank speaks for its job alone, with the job's token."""
-NURSERY_AFTER_SECONDS = 10.0
+NURSERY_AFTER_SECONDS = 30.0
 """Seconds of training after which the nursery of replacements begins."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
