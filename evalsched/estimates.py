@@ -45,7 +45,7 @@ class Estimates:
         self._unwritten: list[Observation] = []
         self._written_at = 0.0
         self._learned_at = 0.0
-        self._starts: set[str] = set()
+        self._starting: set[str] = set()
         self._memory: dict[str, int] = {}
         self._calibrated: tuple[int, dict[str, dict[str, Any]]] = (0, {})
         self._learning: threading.Thread | None = None
@@ -136,7 +136,9 @@ class Estimates:
         """Engines that were started since the last look."""
         for name, record in records.items():
             seconds = record.facts.get("start_seconds")
-            if seconds and name not in self._starts:
+            if not seconds:
+                self._starting.add(name)
+            elif name in self._starting:  # one that was there before this conductor was measured by an earlier one
                 run = next(
                     (
                         one
@@ -146,13 +148,13 @@ class Estimates:
                     None,
                 )
                 if run is not None and run.predictor is not None:
-                    self._starts.add(name)
+                    self._starting.discard(name)
                     self._note(run.predictor.load_observed(float(seconds)))
 
     def forget(self, worker: str) -> None:
         """A worker is gone."""
         self.speeds.forget(worker)
-        self._starts.discard(worker)
+        self._starting.discard(worker)
         self._memory.pop(worker, None)
 
 

@@ -44,7 +44,7 @@ def measure(quick: bool) -> list[Figure]:
             }  # fmt: skip
             rest = shm / "slow"
             rest.mkdir()
-            seconds = 8.0 if quick else 3.5 * SAVE_EVERY_SECONDS
+            seconds = 8.0 if quick else 2.5 * SAVE_EVERY_SECONDS
             found += slow_figures(_in_child("slow", slow, rest, 1 if quick else 3, str(seconds), **limits))
         return found + _disk(place, quick)
     finally:
@@ -176,12 +176,12 @@ class _Child:
 
         device.prepare("cpu")
         torch.set_num_threads(1)
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.place, self.shm, self.rank = place, shm, Rank()
         shape = {
             "layers": 10, "hidden_size": 640, "ffn_hidden_size": 1728, "heads": 10, "kv_heads": 10, "seq_length": 32,
         }  # fmt: skip
-        self.rank.join(0, 1, 1, 1, store.port, "bench", model=shape)
+        self.rank.join(0, 1, 1, 1, self.store.port, "bench", model=shape)
         assert self.rank.parts is not None
         self.parts = self.rank.parts
         self.said: list[Any] = []
@@ -232,7 +232,7 @@ class _Child:
         assert writer is not None
         before, published = len(writer.taken), self._published()
         began = time.monotonic()
-        every = min(SAVE_EVERY_SECONDS, seconds / 3.5)
+        every = min(SAVE_EVERY_SECONDS, seconds / 2.5)
         saves = 0
         while (now := time.monotonic() - began) < seconds:
             if now >= every * (saves + 1) - every / 2:

@@ -20,6 +20,7 @@ from evalsched.evaluate import run_to_end
 from evalsched.judge import JudgeTask, judging
 from evalsched.ledger import Ledger, sqlite_url
 from evalsched.local import WORKER, LocalFleet
+from evalsched.priors import DEFAULT_SPREAD, Observation, calibration
 from evalsched.runs import RunSpec
 from evalsched.types import EvalSettings
 from planner.auth import new_secret
@@ -128,8 +129,8 @@ def _kills(folder: Path, quick: bool) -> list[Figure]:
     with _store(folder) as store, cluster(store, folder, slots=2, STUB_SECONDS="0.05") as (coordinator, agent):
         _ask(store, folder, _tiny(folder), documents=400, target=0.05)
         for _ in range(3 if quick else 15):
-            await_that(lambda: len(agent.infer()) == 2 and _in_hand(coordinator), PATIENCE)
-            out = _in_hand(coordinator)[0]
+            await_that(lambda: len(agent.infer()) == 2 and _fresh(coordinator), PATIENCE)
+            out = _fresh(coordinator)[0]
             run = coordinator.scheduler.conductor.runs[out.run]
             pid = agent.infer().get(out.worker)
             if pid is None:
@@ -150,6 +151,11 @@ def _kills(folder: Path, quick: bool) -> list[Figure]:
             seconds.append(time.monotonic() - killed)
     bar = "under 3 s"
     return [_spread("kill -9 of a worker to its shard running elsewhere", seconds, "s", bar, max(seconds) < 3)]
+
+
+def _fresh(coordinator: Coordinator) -> list[Any]:
+    """Those that were not killed before: three kills of one shard would fail its task, as they should."""
+    return [one for one in _in_hand(coordinator) if one.attempts == 0]
 
 
 def _tiny(folder: Path) -> Path:
@@ -183,7 +189,7 @@ def _engines(folder: Path, quick: bool) -> list[Figure]:
             [sys.executable, "-c", _NEXT, str(models[0]), str(target), str(1 + number / 100)], check=True
         )  # fmt: skip
         models.append(target)
-    tasks = write_tasks(folder / "tasks", documents=4)
+    tasks = write_tasks(folder / "tasks", documents=16)
     settings = EvalSettings(tasks=TASKS, include_path=(str(tasks),), bootstrap_iters=0)
     with LocalFleet(1, 1) as fleet, Ledger(sqlite_url(folder / "l.sqlite"), 1) as ledger:
         for number, model in enumerate(models):
@@ -194,6 +200,7 @@ def _engines(folder: Path, quick: bool) -> list[Figure]:
             for one in fleet.store.read_events("0-0", count=5000)
             if one.payload and one.payload.action is Action.WORKER_SWAPPED
         ]
+        shards = ledger.observations("shard", 5000)
     starts = [one["seconds"] for one in changes if one["how"] == "start"]
     swaps = [one["seconds"] for one in changes if one["how"] == "swap"]
     ratio = starts[0] / median(swaps)
@@ -203,6 +210,22 @@ def _engines(folder: Path, quick: bool) -> list[Figure]:
         _spread("swap of a 135 M checkpoint in place", swaps, "s", "", True),
         Figure(name="an engine's start against a swap (135 M)", value=ratio, unit="×", bar="at least 10 ×",
                reached=ratio >= 10, note=f"start {starts[0]:.1f} s, without the process and its imports"),
+        *_predictions(shards),
+    ]  # fmt: skip
+
+
+def _predictions(shards: list[Observation]) -> list[Figure]:
+    """How well shards' seconds were predicted: before anything was learned, and after."""
+    first = [one for one in shards if one.spread == DEFAULT_SPREAD]
+    found = {
+        "with the shipped defaults": first,
+        "learned from earlier checkpoints": [one for one in shards if one.spread != DEFAULT_SPREAD],
+    }
+    return [
+        Figure(name=f"predicted shard seconds, {name}: off by", value=held["error"], unit="×", runs=held["count"],
+               note=f"{held['covered']:.0%} in the interval that was to hold 80%")
+        for name, own in found.items()
+        if (held := calibration(own))["count"]
     ]  # fmt: skip
 
 
