@@ -68,8 +68,13 @@ def run_case() -> Iterator[Case]:
     yield from serve_cases()
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [(kind, phase) for kind in KINDS for phase in PHASES if (kind, phase) != ("link_cut_out", "reform")]
+"""That one is no case: while groups are formed there are no links yet that could be cut, so the victim joins as if
+nothing were wrong. (Whoever is told to leave while gloo waits for a peer to connect has no socket to shut, and is out
+at the group's time-out alone; the supervisor ends it after ``LEAVE_SECONDS`` and heals without it.)"""
+
+
+@pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_all_survivors_leave_and_form_the_next_incarnation(run_case: Case, kind: str, phase: str) -> None:
     result = run_case(kind, phase)
     survivors = sorted(set(range(WORLD)) - {VICTIM})
