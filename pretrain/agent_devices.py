@@ -46,6 +46,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def threads_of(cores: int, slots: int, told: str | None) -> int:
+    """Threads of a slot: its share of the cores, but no more than ``OMP_NUM_THREADS`` tells (where other agents share
+    the host, shares of all its cores would be too many: threads that spin for each other make steps of seconds)."""
+    share = max(1, cores // slots)
+    return min(share, int(told)) if told is not None and told.isdigit() and int(told) > 0 else share
+
+
 def find_devices(wanted: int | None) -> Devices:
     """The slots to offer: ``wanted`` of them, or all GPUs, or :data:`DEFAULT_CPU_SLOTS`.
 
@@ -60,6 +67,6 @@ def find_devices(wanted: int | None) -> Devices:
     return Devices(
         kind="cuda" if gpus else "cpu",
         slots=slots,
-        threads_per_slot=max(1, usable_cores() // slots),
+        threads_per_slot=threads_of(usable_cores(), slots, os.environ.get("OMP_NUM_THREADS")),
         memory_bytes=memory,
     )
