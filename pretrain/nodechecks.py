@@ -31,6 +31,9 @@ LISTEN_SECONDS = 5.0
 GATHER_SECONDS = 2.0
 """Longest all-gather; its partners wait as long."""
 SUSPICIOUS = frozenset({Action.RANK_STRAGGLER.value, Action.RANK_HUNG.value})
+BACK = frozenset({Action.NODE_JOINED.value, Action.NODE_RECOVERED.value})
+SURE_SECONDS = 60.0
+"""A node that is found slow while it may be busy is tested once more after so long, before it is cordoned for it."""
 _SPARE = 5.0
 """Seconds that a report may be on its way."""
 
@@ -169,6 +172,7 @@ class NodeChecks:
         self._reports = ""
         self._not_before: dict[str, float] = {}
         self._suspects: list[str] = []
+        self._slow_once: set[str] = set()
 
     def tick(self, now: float) -> None:
         """Read, go on with the check at hand, or begin one."""
@@ -200,12 +204,16 @@ class NodeChecks:
                 self._asked.append((str(entry.payload.payload["check"]), list(nodes) if nodes else None))
 
     def _read_events(self) -> None:
-        """Who is slow or hangs is under suspicion."""
+        """Who is slow or hangs is under suspicion; who comes back may be tested at once."""
         for entry in self._store.read_events(self._events):
             self._events = entry.id
             event = entry.payload
-            node = event.details.get("node") if event is not None and event.action in SUSPICIOUS else None
-            if isinstance(node, str) and node not in self._suspects:
+            node = event.details.get("node") if event is not None else None
+            if event is None or not isinstance(node, str):
+                continue
+            if event.action in BACK:
+                self._not_before.pop(node, None)
+            elif event.action in SUSPICIOUS and node not in self._suspects:
                 self._suspects.append(node)
 
     def _begin(self, clock: float) -> None:
@@ -223,7 +231,7 @@ class NodeChecks:
         marked = [node for node, mode in self._store.cordoned().items() if mode == CHECK_MARK]
         due = [node for node in dict.fromkeys([*marked, *self._suspects])
                if node in addresses and self._not_before.get(node, 0.0) <= clock]  # fmt: skip
-        self._suspects = []
+        self._suspects = [node for node in self._suspects if node in self._slow_once and node not in due]
         good = [node for node in addresses if node not in due and node not in self._store.cordoned()]
         if due and good:
             partners = good[: max(PARTNERS, len(due))]
@@ -244,8 +252,16 @@ class NodeChecks:
         document = to_json(verdict, clock - check.started)
         self._store.put_document(f"nodecheck:{check.id}", document)
         self._store.tell(Action.NODE_CHECKED, reason=_in_words(verdict), check=check.id, **document)
-        marks = self._store.cordoned()
+        marks, alive = self._store.cordoned(), self._alive()
         for node, state in verdict.nodes.items():
+            if node not in alive:
+                continue  # nothing is granted on it anyway; it is judged when it is back
+            if state is NodeState.SLOW and node not in marks and node not in self._slow_once:
+                self._slow_once.add(node)
+                self._suspects.append(node)
+                self._not_before[node] = clock + SURE_SECONDS
+                continue
+            self._slow_once.discard(node)
             if state is not NodeState.GOOD and node not in marks:
                 self._store.cordon(node, CHECK_MARK)
                 self._not_before[node] = clock + AGAIN_SECONDS
