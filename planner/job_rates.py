@@ -13,6 +13,8 @@ GUESSED_FLOPS = 1.0e10
 """Rate of one slot before anything was measured; only ratios between counts matter then."""
 GUESSED_SCALING = 0.95
 """Share of the linear rate that each doubling keeps, where it was not measured."""
+LEAST_GAIN = 1.01
+"""Least rate of a count against that of the next smaller one."""
 EVIDENCE_STEPS = 20.0
 """Steps at which a count's own measurement weighs as much as what the best measured count lets expect."""
 
@@ -55,7 +57,9 @@ def rates(job: JobRecord) -> dict[int, float]:
 
     A few steps say little (a neighbour may have been busy), so each measurement is drawn towards what the count with
     the most steps lets expect, by ``steps/(steps + EVIDENCE_STEPS)`` on a logarithmic scale: a job that ran a handful
-    of slow steps at a count is not kept away from it.
+    of slow steps at a count is not kept away from it. And no count is held to be slower than a smaller one: where
+    ranks share cores with others a measurement may say so, and slots would come and go with it. What is hardly faster
+    is still the first to be lent.
     """
     table = MeasuredTable.from_json(job.measured)
     known = {count: rate.flops for count in table.entries if (rate := table.rate(count)) is not None and rate.flops > 0}
@@ -66,9 +70,11 @@ def rates(job: JobRecord) -> dict[int, float]:
         weight = table.entries[count].steps / (table.entries[count].steps + EVIDENCE_STEPS)
         known[count] = known[count] ** weight * _scaled(known[anchor], anchor, count) ** (1.0 - weight)
     found: dict[int, float] = {}
+    least = 0.0
     for count in feasible(job):
         near = min(known, key=lambda other: (abs(other - count), other))
-        found[count] = _scaled(known[near], near, count)
+        found[count] = max(_scaled(known[near], near, count), least)
+        least = found[count] * LEAST_GAIN
     return found
 
 
