@@ -395,7 +395,8 @@ def _root(fault: FaultRecord) -> tuple[severity.Detection, severity.Classificati
 
 
 def _bad_input(fault: FaultRecord) -> str:
-    said = [seen.message for seen in fault.seen if seen.message]
+    told = sorted(fault.seen, key=lambda seen: seen.exception_type != "BadInputError")  # rather than that it exited
+    said = [seen.message for seen in told if seen.message]
     return f"bad input: {said[0] if said else 'a rank refused its input'}"
 
 
