@@ -207,28 +207,3 @@ def test_all_that_changed_nothing_of_what_was_learned(life: Cluster) -> None:
         assert life.wait_state(job=name)["state"] == JobState.CANCELLED
     await_that(lambda: not left_over(life), 30, "no rank, store or persister is left")
     await_that(lambda: not life.store.leases("job:"), 20, "all slots are free")
-
-
-def test_shards_without_a_replica_cost_a_start_from_the_nearest_snapshot_and_redo(life: Cluster) -> None:
-    """``heal_in_place: false`` plays the distributed optimizer, whose shards nobody else holds."""
-    faults = [{"at_step": 37, "rank": 1, "kind": "sigkill"}]
-    config = job(1.0, 2, steps=50, health={"heal_in_place": False}, faults=faults)
-    prices: set[float] = set()
-    life.submit(config.model_copy(update={"workers": config.workers.model_copy(update={"min": 2})}), "shards")
-
-    def over() -> bool:
-        prices.update(d.transition_seconds for d in life.store.demands() if d.holder == "job:shards" and d.faulted)
-        return life.record("shards")["state"] == JobState.DONE
-
-    await_that(over, SECONDS, "the job is done")
-    record = life.record("shards")
-    (fault,) = record["faults"]
-    assert (fault["kind"], fault["cure"], record["incarnation"]) == ("sigkill", "restart_all", 2)
-    (loaded,) = life.events("checkpoint.loaded", "shards")
-    assert loaded["step"] == 30, "the nearest snapshot, newer than the checkpoint of step 20"
-    steps = [(line["step"], line["incarnation"]) for line in life.lines("metrics.jsonl", "shards")]
-    assert steps == [(step, 1) for step in range(1, 37)] + [(step, 2) for step in range(31, 51)], "six steps are redone"
-    assert prices
-    assert min(prices) > 5.0, "the allocator knows that a change costs a start of all ranks and the redo"
-    big, shards = life.kept("big"), life.kept("shards")
-    assert max(abs(big[step][1] - shards[step][1]) for step in shards) <= 1e-5
