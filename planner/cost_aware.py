@@ -13,11 +13,12 @@ from functools import lru_cache
 from math import isfinite, log
 from typing import TYPE_CHECKING, Any
 
+from planner.ceilings import Ceilings, ceilings
 from planner.event_table import EventTable
 from planner.lending import Backlog, LendingPlan, LendingPolicy, PendingReport, lend
 from planner.objective import spare_values, waf
 from planner.solver import decide
-from planner.topology import Topology, ceilings
+from planner.topology import Topology
 from planner.types import Alternative, Cluster, Decision, Job, JobKind, Node, Plan, Slot, ThroughputProfile
 
 if TYPE_CHECKING:
@@ -154,19 +155,17 @@ def training_jobs(view: ClusterView, held: Mapping[str, int], before: Mapping[st
 
 
 @lru_cache(maxsize=16)
-def _decided(cluster: Cluster, jobs: tuple[Job, ...], most: tuple[tuple[int, int], ...]) -> Decision:
+def _decided(cluster: Cluster, jobs: tuple[Job, ...], most: Ceilings) -> Decision:
     """The loop asks several times a second, mostly about the same state; the runners-up are not worth that."""
-    decision = decide(cluster, jobs, explain=True, ceilings=dict(most) if most else None)
+    decision = decide(cluster, jobs, explain=True, most=most)
     return replace(decision, alternatives=decision.alternatives[:ALTERNATIVES])
 
 
-def group_ceilings(view: ClusterView, jobs: Sequence[Job]) -> dict[int, int] | None:
-    """What whole groups can use of the usable nodes (:func:`planner.topology.ceilings`): the plan can be placed."""
-    groups = [job.group for job in jobs]
-    if all(group == 1 for group in groups):
-        return None
+def node_capacities(view: ClusterView) -> tuple[int, ...]:
+    """Usable slots of each node that the allocator may give, largest first."""
     nodes = tuple(Node(name=n.name, slots=n.slots) for n in view.nodes if (n.usable or n.kept) and n.own is None)
-    return ceilings(Topology(nodes, frozenset(Slot.parse(name) for name in view.stuck)), groups)
+    usable = Topology(nodes, frozenset(Slot.parse(name) for name in view.stuck)).capacities
+    return tuple(sorted(usable.values(), reverse=True))
 
 
 @dataclass(frozen=True)
@@ -191,9 +190,9 @@ class CostAware:
             counts = dict.fromkeys((demand.holder for demand in view.demands), 0)
             return Decision(plan=Plan(counts, 0, 0.0), reason="no slot is usable", trigger=view.trigger)
         cluster = cluster_of(slots, jobs, self.settings)
-        most = group_ceilings(view, jobs)
-        found = self.table.answer_for_state(cluster, jobs) if self.table and most is None else None
-        training = replace(found or _decided(cluster, jobs, tuple((most or {}).items())), trigger=view.trigger)
+        most = ceilings(node_capacities(view), (job.group for job in jobs))  # what they can use can be placed
+        found = self.table.answer_for_state(cluster, jobs, most) if self.table else None
+        training = replace(found or _decided(cluster, jobs, most), trigger=view.trigger)
         if not evaluation:
             return training
         return self._with_evaluation(cluster, jobs, training, evaluation[0], held, now)

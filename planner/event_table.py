@@ -8,14 +8,19 @@ slots that an event leads to, and an event is one splice into it, not a solution
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.objective import options, spare_options
+from planner.ceilings import Ceilings, ceilings, changed
+from planner.objective import options
 from planner.program import Program, Solution
-from planner.solver import describe, solve
+from planner.solver import describe, entries, solve
 from planner.splice import Spliced
 from planner.types import Cluster, ClusterEvent, Decision, Job, Trigger
+
+MOST_SIZES = 4
+"""Sizes of nodes whose loss and joining are foreseen: each is a cluster size, with tables of its own."""
 
 Key = tuple[int, frozenset[str], str | None, str | None]
 
@@ -32,39 +37,48 @@ class EventTable:
     cluster: Cluster
     jobs: tuple[Job, ...]
     candidate: Job | None
-    decisions: dict[Key, Decision]
-    by_state: dict[tuple[Cluster, tuple[Job, ...]], Decision]
+    decisions: dict[tuple[Key, Ceilings], Decision]
+    by_state: dict[tuple[Cluster, tuple[Job, ...], Ceilings], Decision]
 
-    def answer(self, cluster: Cluster, jobs: Sequence[Job], event: ClusterEvent) -> Decision | None:
-        """The decision for ``event``, or None if it was not foreseen or the state is not the table's any more."""
+    def answer(
+        self, cluster: Cluster, jobs: Sequence[Job], event: ClusterEvent, most: Ceilings = ()
+    ) -> Decision | None:
+        """The decision for ``event``, or None if it was not foreseen or the state is not the table's any more.
+
+        ``most``: what whole groups can use of the nodes that the event leaves.
+        """
         if cluster != self.cluster or tuple(jobs) != self.jobs:
             return None
         if event.submitted is not None and event.submitted != self.candidate:
             return None
-        return self.decisions.get(_key(event))
+        return self.decisions.get((_key(event), most))
 
-    def answer_for_state(self, cluster: Cluster, jobs: Sequence[Job]) -> Decision | None:
+    def answer_for_state(self, cluster: Cluster, jobs: Sequence[Job], most: Ceilings = ()) -> Decision | None:
         """The decision for what the cluster has become, if a foreseen event leads there."""
-        return self.by_state.get((cluster, tuple(jobs)))
+        return self.by_state.get((cluster, tuple(jobs), most))
 
     def __len__(self) -> int:
         return len(self.decisions)
 
 
 def foreseen(
-    cluster: Cluster, jobs: Sequence[Job], holders: Iterable[frozenset[str]] = (), candidate: Job | None = None
+    cluster: Cluster,
+    jobs: Sequence[Job],
+    holders: Iterable[frozenset[str]] = (),
+    candidate: Job | None = None,
+    sizes: Sequence[int] = (),
 ) -> Iterator[ClusterEvent]:
     """The events of the table; those that would leave no slot are left out, none comes twice.
 
-    ``holders`` are the sets of jobs that a single node carries; sets of one job are foreseen anyway.
+    ``holders`` are the sets of jobs that a single node carries; sets of one job are foreseen anyway. ``sizes`` are
+    the numbers of slots that a node may take along or bring; the cluster's slots per node, if empty.
     """
-    node = cluster.gpus_per_node
-    shared = [ClusterEvent(trigger=Trigger.NODE_LOST, slots=-node, faulted=names) for names in holders]
+    nodes = sizes or (cluster.gpus_per_node,)
+    sets = (frozenset(), *holders)
     events = [
         ClusterEvent(trigger=Trigger.TIMER),
-        ClusterEvent(trigger=Trigger.NODE_JOINED, slots=node),
-        ClusterEvent(trigger=Trigger.NODE_LOST, slots=-node),
-        *shared,
+        *(ClusterEvent(trigger=Trigger.NODE_JOINED, slots=size) for size in nodes),
+        *(ClusterEvent(trigger=Trigger.NODE_LOST, slots=-size, faulted=names) for names in sets for size in nodes),
     ]
     for job in jobs:
         if job.workers > 0:
@@ -72,7 +86,7 @@ def foreseen(
             events += [
                 ClusterEvent(trigger=Trigger.WORKER_LOST, faulted=struck),
                 ClusterEvent(trigger=Trigger.WORKER_LOST, slots=-1, faulted=struck),
-                ClusterEvent(trigger=Trigger.NODE_LOST, slots=-node, faulted=struck),
+                *(ClusterEvent(trigger=Trigger.NODE_LOST, slots=-size, faulted=struck) for size in nodes),
             ]
         events.append(ClusterEvent(trigger=Trigger.JOB_ENDED, ended=job.name))
     if candidate is not None:
@@ -85,36 +99,48 @@ def foreseen(
 
 
 def build(
-    cluster: Cluster, jobs: Sequence[Job], holders: Iterable[frozenset[str]] = (), candidate: Job | None = None
+    cluster: Cluster,
+    jobs: Sequence[Job],
+    holders: Iterable[frozenset[str]] = (),
+    candidate: Job | None = None,
+    capacities: Sequence[int] = (),
 ) -> EventTable:
-    """The table of a cluster state. Pure, and meant for a background thread: nothing is shared with the caller."""
-    state = tuple(jobs)
-    by_size: dict[int, list[ClusterEvent]] = {}
-    for event in foreseen(cluster, state, holders, candidate):
-        by_size.setdefault(event.slots, []).append(event)
-    decisions: dict[Key, Decision] = {}
-    by_state: dict[tuple[Cluster, tuple[Job, ...]], Decision] = {}
-    for change, events in by_size.items():
-        after = cluster.resized(cluster.gpus + change)
-        tables = _tables(after, state, candidate if change == 0 else None)
-        for event in events:
-            _, then = event.apply(cluster, state)
-            decision = describe(after, then, _solution(tables, after, then, event), event.trigger)
-            decisions[_key(event)] = decision
-            by_state.setdefault((after, then), decision)
-    return EventTable(cluster, state, candidate, decisions, by_state)
+    """The table of a cluster state. Pure, and meant for a background thread: nothing is shared with the caller.
+
+    ``capacities`` are the usable slots of each node: with them an event is foreseen for every kind of node that it
+    may strike, and jobs with groups get no more than whole groups can use of the nodes that are left.
+    """
+    jobs = tuple(jobs)
+    table = EventTable(cluster, jobs, candidate, {}, {})
+    makers: dict[tuple[int, Ceilings], Spliced] = {}
+    sizes = [size for size, _ in Counter(size for size in capacities if size).most_common(MOST_SIZES)]
+    known = jobs if candidate is None else (*jobs, candidate)
+    for event in sorted(foreseen(cluster, jobs, holders, candidate, sizes), key=lambda event: event.slots):
+        after, then = event.apply(cluster, jobs)
+        for nodes in changed(capacities, event.slots):
+            bounds = ceilings(nodes, (job.group for job in known))
+            most = ceilings(nodes, (job.group for job in then))
+            if (_key(event), most) in table.decisions:
+                continue
+            if most and most != bounds:  # the only job of a group's size has ended
+                found = Solution((plan := solve(after, then, most)).assignments, plan.objective)
+            else:
+                maker = (event.slots, most)
+                if maker not in makers:
+                    makers[maker] = _tables(after, jobs, candidate if event.slots == 0 else None, most)
+                found = _solution(makers[maker], after, then, event, most)
+            decision = describe(after, then, found, event.trigger)
+            table.decisions[_key(event), most] = decision
+            table.by_state.setdefault((after, then, most), decision)
+    return table
 
 
-def _tables(cluster: Cluster, jobs: Sequence[Job], candidate: Job | None) -> Spliced:
-    entries = [options(job, cluster) for job in jobs]
-    spare = spare_options(cluster)
-    if spare is not None:
-        entries.append(spare)
+def _tables(cluster: Cluster, jobs: Sequence[Job], candidate: Job | None, most: Ceilings) -> Spliced:
     room_for = [options(candidate, cluster)] if candidate is not None else []
-    return Spliced(Program(entries, cluster.gpus, room_for))
+    return Spliced(Program(entries(cluster, jobs), cluster.gpus, room_for, dict(most) or None))
 
 
-def _solution(tables: Spliced, cluster: Cluster, jobs: Sequence[Job], event: ClusterEvent) -> Solution:
+def _solution(tables: Spliced, cluster: Cluster, jobs: Sequence[Job], event: ClusterEvent, most: Ceilings) -> Solution:
     """The solution after ``event``, from the tables of the cluster that it leaves."""
     if event.submitted is not None:
         return tables.added(options(event.submitted, cluster))
@@ -125,5 +151,5 @@ def _solution(tables: Spliced, cluster: Cluster, jobs: Sequence[Job], event: Clu
     if len(event.faulted) == 1:
         (struck,) = (job for job in jobs if job.name in event.faulted)
         return tables.replaced(options(struck, cluster))
-    plan = solve(cluster, jobs)
+    plan = solve(cluster, jobs, most)
     return Solution(plan.assignments, plan.objective)

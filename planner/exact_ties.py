@@ -23,21 +23,17 @@ Layer = tuple[Integers, Floats]
 """Surviving states (units used by the later jobs, ascending) and, per state, the best value by number of changes."""
 
 
-def settle(
-    options: Sequence[Options], prefix: Floats, threshold: float, tails: Sequence[int] | None = None
-) -> list[int]:
+def settle(options: Sequence[Options], prefix: Floats, threshold: float, tails: Sequence[int]) -> list[int]:
     """The index of the chosen count for each option: fewest changes, fewest units, smallest counts in order.
 
     ``prefix`` is :func:`planner.program.prefix_bounds`; plans whose value reaches ``threshold`` are tied; ``tails[i]``
     bounds the units of the options from i on.
     """
-    size = prefix.shape[1] - 1
-    most = 1 + (len(options) if tails is not None else _changes(options, _any_best(options, prefix)))
+    most = 1 + _changes(options, _any_best(options, prefix, tails))
     layers: list[Layer] = [(np.zeros(1, dtype=np.int64), np.full((1, most), -inf))]
     layers[0][1][0, 0] = 0.0
     for position in range(len(options) - 1, -1, -1):
-        tail = size if tails is None else tails[position]
-        layers.append(_extended(layers[-1], options[position], prefix[position], tail, threshold))
+        layers.append(_extended(layers[-1], options[position], prefix[position], tails[position], threshold))
     layers.reverse()
     states, values = layers[0]
     changes = int((values >= threshold).any(axis=0).argmax())
@@ -45,13 +41,13 @@ def settle(
     return _walk(options, layers, threshold, units, changes)
 
 
-def _any_best(options: Sequence[Options], prefix: Floats) -> list[int]:
+def _any_best(options: Sequence[Options], prefix: Floats, tails: Sequence[int]) -> list[int]:
     """Some plan of the best value, followed back through the bounds."""
-    left = prefix.shape[1] - 1
+    left = size = prefix.shape[1] - 1
     choice: list[int] = []
     for position in range(len(options) - 1, -1, -1):
         option = options[position]
-        fits = option.counts <= left
+        fits = option.counts <= left - (size - tails[position])
         totals = np.where(fits, option.values + prefix[position][np.maximum(left - option.counts, 0)], -inf)
         index = int(totals.argmax())
         choice.append(index)

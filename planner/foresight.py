@@ -11,7 +11,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from planner.allocation import Allocation, ClusterView, allocate
-from planner.cost_aware import EVALUATION, CostAware, CostSettings, cluster_of, held_slots, training_jobs
+from planner.cost_aware import (
+    EVALUATION,
+    CostAware,
+    CostSettings,
+    cluster_of,
+    held_slots,
+    node_capacities,
+    training_jobs,
+)
 from planner.errors import one_line
 from planner.event_table import EventTable, build
 from planner.types import Cluster, Decision, Job
@@ -30,7 +38,7 @@ class Foresight:
         self._before: dict[str, int] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="next-events")
         self._building: Future[EventTable] | None = None
-        self._seen: tuple[Cluster, tuple[Job, ...]] | None = None
+        self._seen: tuple[Cluster, tuple[Job, ...], tuple[int, ...]] | None = None
 
     def __call__(self, view: ClusterView, now: float) -> Allocation:
         """Decide, and see to it that the next events are being planned."""
@@ -82,10 +90,11 @@ class Foresight:
         if slots <= 0 or faulted or self._building is not None:
             return  # while something is being healed, what comes next is not the next event of this state
         jobs = training_jobs(view, held, {})
-        state = (cluster_of(slots, jobs, self._planner.settings), jobs)
+        nodes = node_capacities(view)
+        state = (cluster_of(slots, jobs, self._planner.settings), jobs, nodes)
         if state != self._seen and 0 < len(jobs) <= MOST_JOBS:
             self._seen = state
-            self._building = self._thread.submit(build, *state, _shared_nodes(view))
+            self._building = self._thread.submit(build, *state[:2], _shared_nodes(view), capacities=nodes)
 
 
 def _shared_nodes(view: ClusterView) -> list[frozenset[str]]:

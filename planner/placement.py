@@ -6,7 +6,7 @@ together (c: a node's usable slots). Then :func:`place` succeeds. *Proof.* Group
 size g is up, only multiples of g have been taken from a node, so it has room for ``⌊c/g⌋ − taken/g`` more groups: on
 no node does the way in which the larger ones lie lose any room. So there are ``C_g/g − (larger ones)/g`` free
 places, and by assumption no more groups than that. ∎ The condition is necessary too. The solver plans under the same
-ceilings (:func:`planner.topology.ceilings`; on undamaged nodes they are the capacity), so a plan that is optimal in
+ceilings (:func:`planner.ceilings.ceilings`; on undamaged nodes they are the capacity), so a plan that is optimal in
 counts can be placed.
 
 Moves: a slot that is new to its job needs state sent to it. Within one group size the placement is a minimum-cost
@@ -23,7 +23,8 @@ from typing import Any
 
 import networkx as nx
 
-from planner.topology import Topology, is_chain, usable
+from planner.ceilings import usable
+from planner.topology import Topology, is_chain
 from planner.types import JobKind, Slot
 
 Edges = Mapping[tuple[str, ...], Mapping[tuple[str, ...], Mapping[int, int]]]

@@ -18,7 +18,7 @@ A tolerance is no order, so it cannot be folded into the comparison of single st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, inf
@@ -76,13 +76,12 @@ class Solution:
     value: float
 
 
-def order(option: Options) -> tuple[bool, str]:
-    """Sort key of options in a program: by name, the reserve last (the list of (name, count) has no such entry)."""
-    return option.current is None, option.name
+def _by_name(option: Options) -> tuple[int, bool, str]:
+    return 0, option.current is None, option.name
 
 
 def _by_group(option: Options) -> tuple[int, bool, str]:
-    return option.group, *order(option)
+    return option.group, option.current is None, option.name
 
 
 class TooLargeError(ValueError):
@@ -100,25 +99,46 @@ def unit_of(options: Sequence[Options]) -> int:
     return unit or 1
 
 
-def prefix_bounds(options: Sequence[Options], size: int) -> Floats:
-    """``P[i][u]``: the most that the first i options are worth within u units; shape (m+1, size+1)."""
+def prefix_bounds(options: Sequence[Options], size: int, tails: Sequence[int]) -> Floats:
+    """``P[i][u]``: the most that the first i options are worth within u units; shape (m+1, size+1).
+
+    ``tails[i]`` bounds what the options from i on use together, those not in the prefix (size − u) included.
+    """
     table: Floats = np.empty((len(options) + 1, size + 1))
     table[0] = 0.0
     buffer: Floats = np.empty(size + 1)
-    for before, after, option in zip(table, table[1:], options, strict=False):
-        values = option.values.tolist()
-        best = values[0]
-        np.add(before, best, out=after)
-        for count, value in zip(option.counts.tolist()[1:], values[1:], strict=True):
-            if count > size:
-                break
-            if value <= best:
-                continue  # a smaller count is worth as much, so this one cannot raise a bound
-            best = value
-            rest = size + 1 - count
-            np.add(before[:rest], value, out=buffer[:rest])
-            np.maximum(after[count:], buffer[:rest], out=after[count:])
+    for position, option in enumerate(options):
+        _widen(table[position], table[position + 1], option, size - tails[position], buffer)
     return table
+
+
+def suffix_bounds(options: Sequence[Options], size: int, tails: Sequence[int]) -> Floats:
+    """``Q[i][u]``: the most that the options from i on are worth within u units; shape (m+1, size+1)."""
+    table: Floats = np.empty((len(options) + 1, size + 1))
+    table[-1] = 0.0
+    buffer: Floats = np.empty(size + 1)
+    for position in range(len(options) - 1, -1, -1):
+        _widen(table[position + 1], table[position], options[position], 0, buffer)
+        table[position, tails[position] + 1 :] = table[position, tails[position]]
+    return table
+
+
+def _widen(before: Floats, after: Floats, option: Options, low: int, buffer: Floats) -> None:
+    """``after[u] = max_k before[u − k] + value(k)`` with u − k ≥ ``low``; ``before`` never falls with u."""
+    size = len(before) - 1
+    values = option.values.tolist()
+    best = values[0]
+    after[:low] = -inf
+    np.add(before[low:], best, out=after[low:])
+    for count, value in zip(option.counts.tolist()[1:], values[1:], strict=True):
+        if low + count > size:
+            break
+        if value <= best:
+            continue  # a smaller count is worth as much, so this one cannot raise a bound
+        best = value
+        rest = size + 1 - count
+        np.add(before[low:rest], value, out=buffer[low:rest])
+        np.maximum(after[low + count :], buffer[low:rest], out=after[low + count :])
 
 
 class Program:
@@ -140,21 +160,23 @@ class Program:
         everything = [*options, *room_for]
         self.unit = unit_of(everything)
         # What is held in reserve (no current count) comes last: the list of (name, count) has no such entry.
-        key = order if ceilings is None else _by_group
-        self.options = [self.in_units(option) for option in sorted(options, key=key)]
+        self.key: Callable[[Options], tuple[int, bool, str]] = _by_name if ceilings is None else _by_group
+        self.options = [self.in_units(option) for option in sorted(options, key=self.key)]
         most = sum(int(option.counts[-1]) for option in everything) // self.unit
         self.size = min(capacity // self.unit, most)
+        self._ceilings = {group: slots // self.unit for group, slots in (ceilings or {}).items()}
         if (len(options) + 1) * (self.size + 1) > CELLS:
             raise TooLargeError(
                 f"{len(options)} jobs × {self.size} units of {self.unit} slots is above {CELLS} cells; "
                 "list counts that are multiples of a node"
             )
 
-        # The tail from i on may use this many units.
-        self.tails = [
-            self.size if ceilings is None else min(self.size, ceilings.get(option.group, capacity) // self.unit)
-            for option in self.options
-        ]
+        self.tails = [self.tail(option) for option in self.options]
+        """How many units the options from i on may use together."""
+
+    def tail(self, option: Options) -> int:
+        """How many units ``option`` and those behind it may use together."""
+        return min(self.size, self._ceilings.get(option.group, self.size))
 
     def in_units(self, option: Options) -> Options:
         """``option`` counted in this program's units."""
@@ -167,21 +189,12 @@ class Program:
     @cached_property
     def prefix(self) -> Floats:
         """See :func:`prefix_bounds`."""
-        return prefix_bounds(self.options, self.size)
+        return prefix_bounds(self.options, self.size, self.tails)
 
     def solve(self) -> Solution:
         """The one plan that DESIGN.md's order puts first."""
-        limits = Limits.of(self._best(), (self.prefix[-1],), self.options)
+        limits = Limits.of(float(self.prefix[-1, -1]), (self.prefix[-1],), self.options)
         return self.solution(self.options, choose(self.options, self.prefix, limits, self.tails))
-
-    def _best(self) -> float:
-        """The highest value of any plan."""
-        if all(tail == self.size for tail in self.tails):
-            return float(self.prefix[-1, self.size])
-        row = Row.single(0, 0.0)
-        for option, tail in zip(reversed(self.options), reversed(self.tails), strict=True):
-            row = row.extended(option.counts, option.values, tail)
-        return float(row.values.max())
 
     def solution(self, options: Sequence[Options], choice: Sequence[int]) -> Solution:
         """``choice`` (an index per option) as counts in slots."""
@@ -193,7 +206,7 @@ class Program:
         return Solution(counts, value)
 
 
-def choose(options: Sequence[Options], prefix: Floats, limits: Limits, tails: Sequence[int] | None = None) -> list[int]:
+def choose(options: Sequence[Options], prefix: Floats, limits: Limits, tails: Sequence[int]) -> list[int]:
     """The index of the chosen count for each option, both stages and, where they prove nothing, the last resort."""
     rows = {len(options): Row.single(0, 0.0)}
     found = settle(options, prefix, limits, rows, len(options), tails)
@@ -252,7 +265,7 @@ def settle(
     limits: Limits,
     rows: dict[int, Row],
     start: int,
-    tails: Sequence[int] | None = None,
+    tails: Sequence[int],
 ) -> list[int] | None:
     """Stage 2 from layer ``start`` down: ``rows[i]`` holds value − λ·changes of the options from i on by exact slots.
 
@@ -263,8 +276,7 @@ def settle(
     count = len(options)
     for layer in range(start - 1, -1, -1):
         option = options[layer]
-        most = size if tails is None else tails[layer]
-        row = rows[layer + 1].extended(option.counts, gains(option, limits.change), most)
+        row = rows[layer + 1].extended(option.counts, gains(option, limits.change), tails[layer])
         # A suffix of r options hides at most r changes.
         slack = limits.threshold - limits.change * (count - layer)
         rows[layer] = row.pruned(prefix[layer], size, slack)

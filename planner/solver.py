@@ -6,9 +6,10 @@ The optimisation itself is :mod:`planner.program`; the equations are in :mod:`pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from planner.ceilings import Ceilings
 from planner.objective import options, price, spare_options, spare_worth
 from planner.program import Options, Program, Solution
 from planner.types import Alternative, Cluster, Decision, Job, JobPrice, Plan, Trigger
@@ -17,24 +18,30 @@ MOST_WAITING = 20
 """Waiting jobs that a reason explains one by one."""
 
 
-def program(cluster: Cluster, jobs: Sequence[Job], ceilings: Mapping[int, int] | None = None) -> Program:
-    """The program of a cluster and its jobs; ``ceilings`` as :func:`planner.placement.ceilings` gives them.
+def program(cluster: Cluster, jobs: Sequence[Job], most: Ceilings = ()) -> Program:
+    """The program of a cluster and its jobs; ``most`` as :func:`planner.ceilings.ceilings` gives it.
+
+    Raises:
+        ValueError: two jobs have one name.
+    """
+    return Program(entries(cluster, jobs), cluster.gpus, ceilings=dict(most) or None)
+
+
+def entries(cluster: Cluster, jobs: Sequence[Job]) -> list[Options]:
+    """What each job, and the reserve if there is one, can be given.
 
     Raises:
         ValueError: two jobs have one name.
     """
     if len({job.name for job in jobs}) != len(jobs):
         raise ValueError("two jobs have the same name")
-    entries: list[Options] = [options(job, cluster) for job in jobs]
     spare = spare_options(cluster)
-    if spare is not None:
-        entries.append(spare)
-    return Program(entries, cluster.gpus, ceilings=ceilings)
+    return [*(options(job, cluster) for job in jobs), *([spare] if spare is not None else [])]
 
 
-def solve(cluster: Cluster, jobs: Sequence[Job], ceilings: Mapping[int, int] | None = None) -> Plan:
+def solve(cluster: Cluster, jobs: Sequence[Job], most: Ceilings = ()) -> Plan:
     """The plan that DESIGN.md puts first: highest objective, then the tie-breaking order."""
-    return to_plan(cluster, jobs, program(cluster, jobs, ceilings).solve())
+    return to_plan(cluster, jobs, program(cluster, jobs, most).solve())
 
 
 def to_plan(cluster: Cluster, jobs: Sequence[Job], solution: Solution) -> Plan:
@@ -57,18 +64,17 @@ def decide(
     jobs: Sequence[Job],
     trigger: Trigger | None = None,
     explain: bool = False,
-    ceilings: Mapping[int, int] | None = None,
+    most: Ceilings = (),
 ) -> Decision:
     """The decision for an event that has already been applied to ``cluster`` and ``jobs``.
 
     ``explain`` adds, for each job, the best plan in which it gets another count (the first of them is the
     second-best plan of all).
     """
-    whole = program(cluster, jobs, ceilings)
-    solution = whole.solve()
-    decision = describe(cluster, jobs, solution, trigger)
-    if not explain or ceilings is not None:
-        return decision  # the tables that the runners-up come from know no ceilings
+    whole = program(cluster, jobs, most)
+    decision = describe(cluster, jobs, whole.solve(), trigger)
+    if not explain:
+        return decision
     return replace(decision, alternatives=runner_ups(cluster, jobs, decision.plan, whole))
 
 

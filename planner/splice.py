@@ -13,7 +13,18 @@ from math import inf
 
 import numpy as np
 
-from planner.program import Floats, Limits, Options, Program, Solution, choose, gains, order, prefix_bounds, settle
+from planner.program import (
+    Floats,
+    Limits,
+    Options,
+    Program,
+    Solution,
+    choose,
+    gains,
+    prefix_bounds,
+    settle,
+    suffix_bounds,
+)
 from planner.rows import Row
 
 
@@ -23,13 +34,14 @@ class Spliced:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.prefix = program.prefix
-        self.keys = [order(option) for option in program.options]
+        self.keys = [program.key(option) for option in program.options]
+        self.places = {option.name: place for place, option in enumerate(program.options) if option.current is not None}
         self.limits = Limits.of(float(self.prefix[-1, -1]), (self.prefix[-1],), program.options)
 
     @cached_property
     def suffix(self) -> Floats:
         """``Q[i][u]``: the most that the options from i on are worth within u units."""
-        return prefix_bounds(self.program.options[::-1], self.program.size)[::-1]
+        return suffix_bounds(self.program.options, self.program.size, self.program.tails)
 
     @cached_property
     def penalised(self) -> list[Row]:
@@ -38,8 +50,8 @@ class Spliced:
         start: Floats = np.full(size + 1, -inf)
         start[0] = 0.0
         rows = [Row(None, start)]
-        for option in reversed(self.program.options):
-            rows.append(rows[-1].extended(option.counts, gains(option, self.limits.change), size))
+        for option, tail in zip(reversed(self.program.options), reversed(self.program.tails), strict=True):
+            rows.append(rows[-1].extended(option.counts, gains(option, self.limits.change), tail))
         return rows[::-1]
 
     def solve(self) -> Solution:
@@ -60,7 +72,7 @@ class Spliced:
 
     def added(self, option: Options) -> Solution:
         """The plan with one more job, which the program must have been made with room for."""
-        found = self._spliced(bisect_left(self.keys, order(option)), 0, self.program.in_units(option))
+        found = self._spliced(bisect_left(self.keys, self.program.key(option)), 0, self.program.in_units(option))
         assert found is not None
         return found
 
@@ -70,10 +82,7 @@ class Spliced:
         return self._spliced(position, 1, self.program.options[position].without(count // self.program.unit))
 
     def _position(self, name: str) -> int:
-        position = bisect_left(self.keys, (False, name))
-        if position == len(self.keys) or self.keys[position] != (False, name):
-            raise KeyError(name)
-        return position
+        return self.places[name]
 
     def _spliced(self, position: int, removed: int, inserted: Options | None) -> Solution | None:
         """Options ``position … position + removed − 1`` make way for ``inserted``."""
@@ -81,14 +90,16 @@ class Spliced:
         base = self.program.options
         new = [] if inserted is None else [inserted]
         options = [*base[:position], *new, *base[after:]]
+        tails = [self.program.tail(option) for option in options]
         best = self._best(position, after, inserted)
         if best == -inf:
             return None
         partial = (self.prefix[position], self.suffix[after])
         limits = Limits.of(best, partial, options, self.limits.change)
-        choice = self._settled(options, limits, position, after, len(new)) if limits.fitting else None
+        choice = self._settled(options, limits, position, after, tails) if limits.fitting else None
         if choice is None:
-            choice = choose(options, prefix_bounds(options, self.program.size), Limits.of(best, partial, options))
+            bounds = prefix_bounds(options, self.program.size, tails)
+            choice = choose(options, bounds, Limits.of(best, partial, options), tails)
         return self.program.solution(options, choice)
 
     def _best(self, position: int, after: int, inserted: Options | None) -> float:
@@ -97,19 +108,20 @@ class Spliced:
         if inserted is None:
             return float((before + behind).max())
         best = -inf
+        low = self.program.size - self.program.tail(inserted)
         for count, value in zip(inserted.counts.tolist(), inserted.values.tolist(), strict=True):
-            if count > self.program.size:
-                break
             rest = self.program.size + 1 - count
-            best = max(best, value + float((before[:rest] + behind[count:]).max()))
+            if low >= rest:
+                break
+            best = max(best, value + float((before[low:rest] + behind[low + count :]).max()))
         return best
 
     def _settled(
-        self, options: list[Options], limits: Limits, position: int, after: int, inserted: int
+        self, options: list[Options], limits: Limits, position: int, after: int, tails: list[int]
     ) -> list[int] | None:
-        start = position + inserted
+        start = len(options) - (len(self.program.options) - after)
         rows = {start + offset: row for offset, row in enumerate(self.penalised[after:])}
-        if not inserted:
+        if start == position:
             slack = limits.threshold - limits.change * (len(options) - start)
             rows[start] = rows[start].pruned(self.prefix[start], self.program.size, slack)
-        return settle(options, self.prefix, limits, rows, start)
+        return settle(options, self.prefix, limits, rows, start, tails)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -78,21 +78,6 @@ class Topology:
         if first is None or second is None or first.switch != second.switch:
             return Distance.ACROSS
         return Distance.SAME_SWITCH
-
-
-def ceilings(topology: Topology, groups: Iterable[int]) -> dict[int, int] | None:
-    """How many slots the jobs with groups of g slots or more can have together: ``Σ over nodes of g·⌊c/g⌋``.
-
-    None where no group size loses anything, so that the capacity alone decides: on undamaged nodes whose size every
-    group divides. See :func:`planner.placement.place` for what these ceilings prove.
-    """
-    found = {group: usable(topology.capacities.values(), group) for group in sorted(set(groups))}
-    return None if all(most == topology.capacity for most in found.values()) else found
-
-
-def usable(capacities: Collection[int], group: int) -> int:
-    """Slots that groups of ``group`` slots, each within a node, can use."""
-    return sum(capacity // group * group for capacity in capacities)
 
 
 def is_chain(groups: Sequence[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from planner.ceilings import Ceilings
 from planner.event_table import EventTable
 from planner.solver import decide
 from planner.types import Cluster, Decision, Job
@@ -20,14 +21,14 @@ class PlanMemory(EventTable):
     def __init__(self) -> None:
         super().__init__(Cluster(gpus=1), (), None, {}, {})
 
-    def decide(self, cluster: Cluster, jobs: Sequence[Job]) -> Decision:
+    def decide(self, cluster: Cluster, jobs: Sequence[Job], most: Ceilings = ()) -> Decision:
         """The decision for a state."""
-        state = (cluster, tuple(jobs))
+        state = (cluster, tuple(jobs), most)
         found = self.by_state.get(state)
         if found is None:
-            found = self.by_state[state] = decide(cluster, jobs)
+            found = self.by_state[state] = decide(cluster, jobs, most=most)
         return found
 
-    def answer_for_state(self, cluster: Cluster, jobs: Sequence[Job]) -> Decision | None:
+    def answer_for_state(self, cluster: Cluster, jobs: Sequence[Job], most: Ceilings = ()) -> Decision | None:
         """The decision for a state; never None."""
-        return self.decide(cluster, jobs)
+        return self.decide(cluster, jobs, most)

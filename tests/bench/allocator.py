@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from planner.event_table import build, foreseen
 from planner.placement import Request, place
 from planner.solver import solve
 from planner.topology import Topology
-from planner.types import Node
+from planner.types import Cluster, Job, Node
 from tests.bench.figures import Figure
 from tests.support.allocator_cases import brute_force, large_case, random_case
 
@@ -91,7 +91,21 @@ def _tables(runs: int) -> list[Figure]:
         events = len(list(foreseen(cluster, jobs, (), candidate)))
         times = _timed(lambda c=cluster, j=jobs, n=candidate: build(c, j, (), n), runs)  # type: ignore[misc]
         figures.append(_figure(f"next-event table, {words}", times, "s", 1.0, 2.0, f"{events} events"))
+        figures.append(_damaged_table(cluster, jobs, candidate, unit, words, runs))
     return figures
+
+
+def _damaged_table(cluster: Cluster, jobs: Sequence[Job], candidate: Job, group: int, words: str, runs: int) -> Figure:
+    """18 of the nodes have lost a slot or two; each job's groups must lie on one node."""
+    nodes = GPUS // 8
+    capacities = (8,) * (nodes - 18) + (7,) * 12 + (6,) * 6
+    damaged = cluster.resized(sum(capacities))
+    grouped = tuple(replace(job, group=group) for job in jobs)
+    newcomer = replace(candidate, group=group)
+    sizes: list[int] = []
+    times = _timed(lambda: sizes.append(len(build(damaged, grouped, (), newcomer, capacities))), runs)
+    name = f"next-event table, {words}, 18 of {nodes} nodes damaged"
+    return _figure(name, times, "s", 1.0, 2.0, f"{sizes[0]} events")
 
 
 def _look_up() -> Figure:

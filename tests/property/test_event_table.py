@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from planner.ceilings import ceilings, changed
 from planner.event_table import build, foreseen
 from planner.solver import decide
 from planner.types import Cluster, ClusterEvent, Job, ThroughputProfile, Trigger
-from tests.support.allocator_cases import large_case, random_case
+from tests.support.allocator_cases import damaged_case, large_case, random_case
 
 
 def case(seed: str) -> tuple[Cluster, tuple[Job, ...], list[frozenset[str]], Job]:
@@ -40,6 +41,39 @@ def test_answers_equal_solving_from_scratch(block: int) -> None:
             assert by_state.plan == expected.plan
             answers += 1
     assert answers > 200
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_answers_on_damaged_nodes_equal_solving_from_scratch(block: int) -> None:
+    """For every kind of node that an event may strike: what whole groups can use of the rest bounds the plan."""
+    bounded = 0
+    for number in range(60):
+        rng = random.Random(f"damaged-table/{block}/{number}")
+        cluster, jobs, capacities = damaged_case(rng)
+        candidate = replace(rng.choice(jobs), name=rng.choice("akz") + "-new", workers=0)
+        holders = [frozenset(job.name for job in jobs[:2])] if len(jobs) > 1 else []
+        table = build(cluster, jobs, holders, candidate, capacities)
+        for event in foreseen(cluster, jobs, holders, candidate, sorted(set(capacities))):
+            after, then = event.apply(cluster, jobs)
+            for nodes in changed(capacities, event.slots):
+                most = ceilings(nodes, [job.group for job in then])
+                expected = decide(after, then, event.trigger, most=most)
+                assert table.answer(cluster, jobs, event, most) == expected, (block, number, event, nodes)
+                by_state = table.answer_for_state(after, then, most)
+                assert by_state is not None
+                assert by_state.plan == expected.plan
+                bounded += bool(most)
+    assert bounded > 200
+
+
+def test_a_loss_is_foreseen_for_every_kind_of_node() -> None:
+    assert changed((8, 8, 7), 0) == [(8, 8, 7)]
+    assert changed((8, 8, 7), -1) == [(8, 8, 6), (8, 7, 7)]
+    assert changed((8, 8, 7), -8) == [(8, 7)]
+    assert changed((8, 8, 7), -3) == []
+    assert changed((1, 2), -1) == [(2,), (1, 1)]
+    assert changed((8,), 8) == [(8, 8)]
+    assert changed((), -1) == [()]
 
 
 def test_answers_at_scale_equal_solving_from_scratch() -> None:

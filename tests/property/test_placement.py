@@ -9,9 +9,10 @@ from functools import cache
 import networkx as nx
 import pytest
 
+from planner.ceilings import ceilings
 from planner.placement import NotPlaceableError, Placement, Request, check, place
 from planner.solver import solve
-from planner.topology import Distance, Topology, ceilings, is_chain
+from planner.topology import Distance, Topology, is_chain
 from planner.types import Cluster, Job, JobKind, Node, Slot, ThroughputProfile
 
 
@@ -200,15 +201,16 @@ def test_optimal_counts_on_damaged_nodes_can_be_placed() -> None:
             rates = {count: count ** rng.uniform(0.5, 1.0) for count in counts}
             jobs.append(Job(name=f"j{index}", profile=ThroughputProfile.of(rates), group=group))
         cluster = Cluster(gpus=max(topology.capacity, 1))
-        plan = solve(cluster, jobs, ceilings(topology, [job.group for job in jobs]))
+        plan = solve(cluster, jobs, ceilings(list(topology.capacities.values()), [job.group for job in jobs]))
         requests = [Request(job=job.name, count=plan.assignments[job.name], group=job.group) for job in jobs]
         verify(topology, requests, place(topology, requests))
 
 
 def test_undamaged_nodes_need_no_ceilings() -> None:
     topology = Topology(tuple(Node(name=f"n{i}", slots=8) for i in range(3)))
-    assert ceilings(topology, [1, 2, 8]) is None
-    assert ceilings(Topology(topology.nodes, frozenset({Slot("n0", 3)})), [1, 8]) == {1: 23, 8: 16}
+    assert ceilings(list(topology.capacities.values()), [1, 2, 8]) == ()
+    damaged = Topology(topology.nodes, frozenset({Slot("n0", 3)}))
+    assert ceilings(list(damaged.capacities.values()), [1, 8]) == ((1, 23), (8, 16))
     cordoned = Topology((Node(name="n0", slots=8, cordoned=True), Node(name="n1", slots=8)))
     assert cordoned.capacity == 8
 

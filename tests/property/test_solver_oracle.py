@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import exact_ties, program
+from planner.ceilings import ceilings
 from planner.objective import objective
 from planner.program import Options, Program, prefix_bounds
 from planner.solver import decide, runner_ups, solve
-from planner.topology import ceilings
-from planner.types import Cluster, Job, Node, ThroughputProfile
-from tests.support.allocator_cases import all_plans, brute_force, large_case, milp_best, random_case
+from planner.solver import program as program_of
+from planner.types import Cluster, Job, ThroughputProfile
+from tests.support.allocator_cases import all_plans, brute_force, damaged_case, large_case, milp_best, random_case
 
 
 @pytest.mark.parametrize("block", range(5))
@@ -64,8 +66,8 @@ def test_the_last_resort_alone_gives_the_same_plan(number: int) -> None:
     """Both ways of breaking ties solve every case, so either can be trusted where the other is not used."""
     cluster, jobs = random_case(random.Random(f"resort/{number}"))
     whole = Program([_options(job, cluster) for job in jobs], cluster.gpus)
-    best = float(prefix_bounds(whole.options, whole.size)[-1, -1])
-    choice = exact_ties.settle(whole.options, whole.prefix, best - 1e-12 * abs(best))
+    best = float(prefix_bounds(whole.options, whole.size, whole.tails)[-1, -1])
+    choice = exact_ties.settle(whole.options, whole.prefix, best - 1e-12 * abs(best), whole.tails)
     assert whole.solution(whole.options, choice).counts == solve(replace(cluster, spare_values=()), jobs).assignments
 
 
@@ -161,28 +163,12 @@ def test_near_ties_at_scale_are_settled_exactly() -> None:
 
 @pytest.mark.parametrize("number", range(120))
 def test_ceilings_for_groups_equal_brute_force(number: int) -> None:
-    rng = random.Random(f"ceilings/{number}")
-    nodes = tuple(Node(name=f"n{i}", slots=rng.choice([3, 5, 7, 8])) for i in range(rng.randint(1, 3)))
-    from planner.topology import Topology
-
-    topology = Topology(nodes)
-    jobs = []
-    for index in range(rng.randint(1, 3)):
-        group = rng.choice([1, 2, 4])
-        counts = sorted({group * rng.randint(1, 4) for _ in range(3)})
-        rates = {count: rng.choice([1.0, 2.0, 3.0]) * count for count in counts}
-        jobs.append(
-            Job(name=f"j{index}", profile=ThroughputProfile.of(rates), group=group, workers=rng.choice([0, counts[0]]))
-        )
-    cluster = Cluster(gpus=topology.capacity)
-    most = ceilings(topology, [job.group for job in jobs])
+    cluster, jobs, capacities = damaged_case(random.Random(f"ceilings/{number}"))
+    most = ceilings(capacities, [job.group for job in jobs])
     plan = solve(cluster, jobs, most)
 
-    def allowed(assignments: dict[str, int]) -> bool:
-        return all(
-            sum(assignments[job.name] for job in jobs if job.group >= group) <= limit
-            for group, limit in (most or {}).items()
-        )
+    def allowed(assignments: Mapping[str, int]) -> bool:
+        return all(sum(assignments[job.name] for job in jobs if job.group >= group) <= limit for group, limit in most)
 
     plans = [(value, other) for value, other in all_plans(cluster, jobs) if allowed(other)]
     best = max(value for value, _ in plans)
@@ -191,6 +177,10 @@ def test_ceilings_for_groups_equal_brute_force(number: int) -> None:
     tied = [other for value, other in plans if value >= best * (1 - 1e-12)]
     changed = [sum(other[job.name] != job.workers for job in jobs) for other in tied]
     assert sum(plan.assignments[job.name] != job.workers for job in jobs) == min(changed)
+    others = runner_ups(cluster, jobs, plan, program_of(cluster, jobs, most))
+    rest = [value for value, other in plans if other != plan.assignments]
+    assert [other.plan.objective for other in others[:1]] == pytest.approx([max(rest)] if rest else [], rel=1e-11)
+    assert all(allowed(other.plan.assignments) for other in others)
 
 
 def test_counts_in_nodes_and_in_slots_are_the_same_plan() -> None:

@@ -133,3 +133,15 @@ def large_case(
             )
         )
     return Cluster(gpus=gpus), tuple(made)
+
+
+def damaged_case(rng: random.Random) -> tuple[Cluster, tuple[Job, ...], tuple[int, ...]]:
+    """A small cluster of damaged nodes, jobs whose groups must lie on one node each, and the nodes' usable slots."""
+    capacities = tuple(rng.choice([3, 5, 7, 8]) for _ in range(rng.randint(1, 3)))
+    jobs = []
+    for index in range(rng.randint(1, 3)):
+        group = rng.choice([1, 2, 3, 4])
+        counts = sorted({group * rng.randint(1, 4) for _ in range(3)})
+        profile = ThroughputProfile.of({count: rng.choice([1.0, 2.0, 3.0]) * count for count in counts})
+        jobs.append(Job(name=f"j{index}", profile=profile, group=group, workers=rng.choice([0, counts[0]])))
+    return Cluster(gpus=sum(capacities)), tuple(jobs), capacities

@@ -84,7 +84,7 @@ def test_an_unchanged_state_is_not_planned_twice_and_close_ends_the_thread() -> 
 def test_a_table_that_cannot_be_built_is_no_reason_to_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr("planner.foresight.build", broken)
