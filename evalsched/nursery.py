@@ -23,9 +23,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from planner.forked import live
 
 END_SECONDS = 1.0
 """How long the nursery may take to end by itself; while it imports it hears nothing."""
@@ -215,7 +218,7 @@ class _Ward:
             if pid == 0:
                 os.close(self._commands)
                 os.close(self._reports)
-                _live(birth)
+                live(birth.log, partial(_be_worker, birth), append=False)
             self._alive[pid] = birth.name
             self._say(name=birth.name, pid=pid)
 
@@ -247,35 +250,15 @@ def _import_engine() -> None:
     preload()
 
 
-def _live(birth: Birth) -> None:
-    """Be a worker; never returns."""
-    code = 1
-    try:
-        os.setsid()
-        log = os.open(birth.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        os.environ.update(birth.environment)
-        os.environ["PLANARIA_PRIVATE_PARENT"] = str(os.getppid())
-        if birth.cores:
-            os.sched_setaffinity(0, set(birth.cores))
-        from planner.cli import main
+def _be_worker(birth: Birth) -> None:
+    os.environ.update(birth.environment)
+    os.environ["PLANARIA_PRIVATE_PARENT"] = str(os.getppid())
+    if birth.cores:
+        os.sched_setaffinity(0, set(birth.cores))
+    from planner.cli import main
 
-        sys.argv = ["planaria", "worker", "--kind", birth.kind, "--name", birth.name]
-        main()
-        code = 0
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    sys.argv = ["planaria", "worker", "--kind", birth.kind, "--name", birth.name]
+    main()
 
 
 def main() -> None:

@@ -24,8 +24,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from planner.forked import live
 
 _LARGEST = 1 << 18
 """Bytes of the largest datagram: a rank's environment."""
@@ -170,7 +173,7 @@ class _Ward:
             self._owner.close()
             signal.set_wakeup_fd(-1)
             os.close(self._wake)
-            _live(request)
+            live(request["log"], partial(_be_rank, request["argv"], request["env"]), append=True)
         self._say(pid=pid)
 
     def _reap(self) -> None:
@@ -183,34 +186,15 @@ class _Ward:
             self._owner.send(json.dumps(report).encode())
 
 
-def _live(request: Mapping[str, Any]) -> None:
-    """Be a rank; never returns."""
-    code = 1
-    try:
-        os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        os.environ.clear()
-        os.environ.update(request["env"])
-        _own_random_state()
-        from pretrain import rank
+def _be_rank(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    _own_random_state()
+    from pretrain import rank
 
-        sys.argv = ["pretrain.rank", *request["argv"]]
-        code = rank.main()
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    sys.argv = ["pretrain.rank", *argv]
+    return rank.main()
 
 
 def _own_random_state() -> None:
