@@ -15,8 +15,6 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from evalsched.dispatches import Dispatches
 from evalsched.estimates import Estimates
 from evalsched.finishing import (
@@ -29,8 +27,9 @@ from evalsched.finishing import (
     score_run,
     score_somewhere,
 )
+from evalsched.inbox import Heard, Inbox
 from evalsched.ledger import Ledger
-from evalsched.messages import ANSWERS, Answers, Ended, Left, ModelRef
+from evalsched.messages import Answers, Ended, Left, ModelRef
 from evalsched.metric_desk import MetricDesk
 from evalsched.roster import Roster, stands_still
 from evalsched.runs import SHORTEST_SHARD, Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare
@@ -39,7 +38,7 @@ from evalsched.shards import cut, take
 from evalsched.types import Response, digest_of
 from planner.errors import BadInputError, FencedError, MissingServiceError, PlanariaError, one_line
 from planner.events import Action, TrialState
-from planner.packing import DEPTH, MAX_ATTEMPTS, OutView, WorkerView, assign, urgency
+from planner.packing import DEPTH, MAX_ATTEMPTS, OutView, WorkerView, assign
 from planner.store import ClusterStore
 from planner.worker_table import WorkerTable
 
@@ -51,9 +50,8 @@ SWAP_SECONDS = 1.0
 """What another checkpoint costs a worker that holds one."""
 LAST_WORD_SECONDS = 2.0
 """How long a run whose requests are all answered waits for its shards to say that they ended."""
-_READ_MESSAGES = 50
 _READ_ROUNDS = 8
-"""Most answers that one tick takes in, some 200,000 responses; they are read in pieces, which bounds memory."""
+"""Most pieces of answers that one tick takes in, some 200,000 responses."""
 
 
 class Conductor:
@@ -90,11 +88,10 @@ class Conductor:
         self.expected_workers = 1
         self._device = device
         self._kill = kill_worker
-        self._reader = "evaluation.responses"
         self.desk = MetricDesk(self.table, self.dispatches.post, lambda: self.roster.metric())
         self._scorer = scorer
         self._stage = stage
-        self._position = store.position(self._reader)
+        self._inbox = Inbox(store, self.desk, self.runs, self.out)
         self._work: dict[str, Future[Any]] = {}
         self._recording = threading.Lock()
 
@@ -208,58 +205,19 @@ class Conductor:
     def _collect(self, now: float) -> None:
         """Read what workers said; write it down; only then act on it."""
         for _ in range(_READ_ROUNDS):
-            entries = self.store.read_responses(self._position, count=_READ_MESSAGES)
-            ready = entries[: self._can_be_taken(entries)]
-            if not ready:
+            batch = self._inbox.read()
+            if batch is None:
                 return
-            heard = [one for entry in ready if (one := self._understand(entry.payload)) is not None]
             try:
-                self._write_down(heard)
+                self._write_down(batch.heard)
             except MissingServiceError as error:
                 log.warning("action=ledger.away reason=%s", error)  # the stream keeps them; the next tick tries again
                 return
-            for message, responses in heard:
+            for message, responses in batch.heard:
                 self._act(message, responses, now)
-            self._position = ready[-1].id
-            self.store.save_position(self._reader, self._position)
-            self.store.trim_responses(self._position)
+            self._inbox.passed(batch)
 
-    def _can_be_taken(self, entries: Sequence[Any]) -> int:
-        """How many entries from the front can be acted on: a restored run must be prepared before its answers are.
-
-        What metric workers say is handed on at once: preparing may wait for it.
-        """
-        blocked = len(entries)
-        for number, entry in enumerate(entries):
-            payload = entry.payload if isinstance(entry.payload, dict) else {}
-            run = self.runs.get(str(payload.get("run")))
-            if payload.get("kind") == "ended" and self.desk.waits_for(str(payload.get("dispatch"))):
-                self._understand(payload)
-            elif number < blocked and run is not None and run.prepared is None and not run.over:
-                blocked = number
-        return blocked
-
-    def _understand(self, payload: Any) -> tuple[Answers | Ended | Left, list[Response]] | None:
-        if payload is None:
-            return None
-        try:
-            message: Answers | Ended | Left = ANSWERS.validate_python(payload)
-            if isinstance(message, Ended) and self.desk.note(message):
-                return None
-            responses = [Response.from_json(one) for one in message.responses] if isinstance(message, Answers) else []
-        except (ValidationError, ValueError, KeyError, TypeError) as error:
-            self.store.refuse("responses", str(payload)[:2000], one_line(error)[:300])
-            return None
-        if not isinstance(message, Left) and message.dispatch not in self.out:
-            # A late word of a worker that was given up, or a second delivery: its shard is elsewhere by now.
-            self.store.tell(
-                Action.MESSAGE_REFUSED, source="responses", reason=f"dispatch {message.dispatch} is not out any more",
-                worker=message.worker,
-            )  # fmt: skip
-            return None
-        return message, responses
-
-    def _write_down(self, heard: Sequence[tuple[Answers | Ended | Left, list[Response]]]) -> None:
+    def _write_down(self, heard: Sequence[Heard]) -> None:
         by_worker: dict[str, dict[int, list[Response]]] = {}
         for message, responses in heard:
             run = self.runs.get(message.run) if isinstance(message, Answers) else None
@@ -632,57 +590,6 @@ class Conductor:
         self.roster.sent_model[worker] = run.model.ref.digest
         self.roster.sent_group[worker] = waiting.group
         return True
-
-    # ------------------------------------------------------------------ what others see
-
-    def backlog(self) -> tuple[float, int]:
-        """(slot-seconds that are not answered, shards that wait or are out)."""
-        active = [run for run in self.runs.values() if not run.over]
-        shards = sum(len(run.waiting) for run in active) + len({one.worker for one in self.out.values()})
-        return sum(run.slot_seconds for run in active), shards
-
-    def reports(self, now: float) -> list[dict[str, Any]]:
-        """What waits per report, most urgent first, as the lending plan wants to know it (docs/allocator.md)."""
-        active = [run for run in self.runs.values() if not run.over]
-        typical = max((run.slot_seconds for run in active), default=0.0) or 1.0
-        active.sort(key=lambda run: (-urgency(run.outline(), now), run.id))
-        return [
-            {
-                "name": run.id,
-                "slot_seconds": run.slot_seconds if run.prepared else typical,
-                "tail_seconds": sum(run.tails.values()),
-                "longest_seconds": run.longest,
-                "waited_seconds": max(0.0, now - run.spec.created),
-            }
-            | ({"job": f"job:{run.spec.job}"} if run.spec.job else {})
-            for run in active
-        ]
-
-    def load_seconds(self) -> float | None:
-        """Until a slot without an engine answers its first request, by the newest run's model; None: not known."""
-        known = [run for run in self.runs.values() if run.predictor is not None]
-        newest = max(known, key=lambda run: run.spec.created, default=None)
-        return newest.predictor.load_estimate().value if newest is not None and newest.predictor else None
-
-    def resident(self) -> int:
-        """Workers whose engine is loaded."""
-        return sum(1 for name in self.live() if self.roster.records[name].facts.get("model"))
-
-    def status(self) -> dict[str, Any]:
-        """The ``evaluation`` part of ``planaria status``, in trials."""
-        counts = {"queued": 0, "running": 0, "done": 0, "failed": 0}
-        for run in self.runs.values():
-            tasks = len(run.prepared.trials) if run.prepared else len(run.spec.settings.tasks)
-            if run.state is TrialState.DONE:
-                counts["failed"] += len(run.failed)
-                counts["done"] += tasks - len(run.failed)
-            elif run.state is TrialState.FAILED:
-                counts["failed"] += tasks
-            else:
-                counts["queued" if run.state in (TrialState.QUEUED, TrialState.RECORDING) else "running"] += tasks
-        return counts | {
-            "workers": len(self.live()), "shards_out": len(self.out), "calibration": self.estimates.calibration(),
-        }  # fmt: skip
 
 
 def in_background(function: Callable[..., Any], *arguments: Any) -> Future[Any]:

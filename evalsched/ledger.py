@@ -512,7 +512,7 @@ class Ledger:
         query = sa.select(verdicts).where(verdicts.c.task.in_(sorted(tasks)))
         with self._transaction() as connection:
             rows = connection.execute(query.order_by(verdicts.c.written.desc()).limit(count)).mappings().all()
-        return [Verdict.from_json(row) for row in rows]
+        return [Verdict.from_json(dict(row)) for row in rows]
 
     # ------------------------------------------------------------ what things cost
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evalsched import outlook
 from evalsched.app import make_app
 from evalsched.arrears import Arrears
 from evalsched.conductor import Conductor
@@ -249,7 +250,7 @@ class EvaluationScheduler:
     def _say_demand(self, now: float) -> None:
         """Tell the allocator how many slots evaluation can use, or that it wants none."""
         active = [run for run in self._conductor.runs.values() if not run.over]
-        backlog, shards = self._conductor.backlog()
+        backlog, shards = outlook.backlog(self._conductor)
         early = [run for run in active if run.state in (TrialState.QUEUED, TrialState.RECORDING)]
         if active:
             self._busy_until = now + LINGER_SECONDS
@@ -264,7 +265,7 @@ class EvaluationScheduler:
         if wanted == 0:
             return
         rate = GPU_FLOPS if self._device() == "cuda" else CPU_FLOPS
-        load = self._conductor.load_seconds() or START_SECONDS
+        load = outlook.load_seconds(self._conductor) or START_SECONDS
         counts = tuple(range(1, wanted + 1))
         self._store.set_demand(
             HOLDER,
@@ -283,9 +284,9 @@ class EvaluationScheduler:
                     "shards": shards,
                     "runs": len(active),
                     "keep_warm": not active,
-                    "reports": self._conductor.reports(now),
+                    "reports": outlook.reports(self._conductor, now),
                     "load_seconds": load,
-                    "resident": self._conductor.resident(),
+                    "resident": outlook.resident(self._conductor),
                 },
             ),
         )
@@ -359,7 +360,7 @@ class EvaluationScheduler:
         nodes = [node for node in self._store.nodes() if node.kind == "agent"]
         mine = {post.lease.node for post in self._posts.values()}
         nodes.sort(key=lambda node: (node.name not in mine, -node.slots, node.name))
-        _, shards = self._conductor.backlog()
+        _, shards = outlook.backlog(self._conductor)
         for node in nodes[: max(1, len(mine), min(shards, STAGED_AHEAD))]:
             self._store.send_command(node.name, Stage(path=model.path, digest=model.digest))
 
@@ -377,7 +378,7 @@ class EvaluationScheduler:
         workers = len(self._conductor.live())
         rows = {run.id: _run_row(run, workers, now) for run in self._conductor.runs.values()}
         earlier = [row for row in self._finished if row["run"] not in rows]
-        status = self._conductor.status()
+        status = outlook.status(self._conductor)
         status["done"] += sum(len(row["tasks"]) - len(row["failed"]) for row in earlier if row["state"] == "done")
         status["runs"] = [*earlier, *rows.values()][-MAX_ROWS:]
         if status != old:

@@ -75,4 +75,4 @@ class NodeProbe:
             value = answer["gather_seconds"] if answer else None
         error = str(answer.get("error", "")) if answer else "the probe gave no answer"
         return NodeProbed(time=self._now(), check=command.check, op=command.op, group=command.group, value=value,
-                          error=error)  # type: ignore[arg-type]  # fmt: skip
+                          error=error)  # fmt: skip

@@ -125,7 +125,7 @@ def _warm_up() -> None:
     """What a process does once and late (the first optimizer loads torch's compiler stack): now, while nobody waits."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     warm = torch.optim.AdamW([parameter], lr=0.1)
-    parameter.sum().backward()
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
     warm.step()
 
 

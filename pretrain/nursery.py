@@ -156,12 +156,12 @@ class _Ward:
         """Fork and reap until the owner is gone."""
         self._say(ready=True)
         while True:
-            ready, _, _ = select.select([self._owner, self._wake], [], [])
+            ready, _, _ = select.select([self._owner.fileno(), self._wake], [], [])
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, 4096)
                 self._reap()
-            if self._owner in ready:
+            if self._owner.fileno() in ready:
                 raw = self._owner.recv(_LARGEST)
                 if not raw:
                     return

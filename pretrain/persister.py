@@ -271,7 +271,12 @@ def main(path: str) -> None:
         die_with_parent(spec.parent)  # a kill is harmless at any point; two persisters of one job would only disturb
     device.prepare("cpu")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
     with tempfile.TemporaryDirectory(prefix="planaria-persister-") as scratch:
         target = open_target(spec.target, Path(scratch), hash_threads=spec.hash_threads)
         persister = Persister(spec, target, _print, settled=_print)

@@ -179,8 +179,8 @@ def ask(settings: AgentSettings, compressed: Compressed) -> Opinion:
     failures = 0
     for number in range(settings.votes):
         try:
-            reply = client.chat.completions.create(
-                model=settings.model, messages=question(log), temperature=settings.temperature,  # type: ignore[arg-type]
+            reply = client.chat.completions.create(  # type: ignore[call-overload]  # plain dicts
+                model=settings.model, messages=question(log), temperature=settings.temperature,
                 max_tokens=settings.max_tokens, seed=number, response_format={"type": "json_object"},
             )  # fmt: skip
         except openai.OpenAIError as error:

@@ -78,7 +78,9 @@ class Compressed:
                 for item in self.templates]  # fmt: skip
         if sum(len(row) + 1 for row in rows) <= budget:
             return "\n".join(rows)
-        head, tail, size = [], [], 0
+        head: list[str] = []
+        tail: list[str] = []
+        size = 0
         while rows and size < budget:
             row = rows.pop() if len(tail) <= 3 * len(head) else rows.pop(0)
             (tail if len(tail) <= 3 * len(head) else head).append(row)

@@ -121,14 +121,18 @@ def iso_seconds(text: bytes) -> float | None:
 def _seconds(match: re.Match[str], form: str, year: int | None) -> float:
     parts = match.groups()
     if form == "iso":
-        return _stamp(*(int(part) for part in parts[:6]), fraction=parts[6])
+        year, month, day, hour, minute, second = (int(part) for part in parts[:6])
+        return _stamp(year, month, day, hour, minute, second, fraction=parts[6])
     if form == "glog":
-        return _stamp(year, *(int(part) for part in parts[:5]), fraction=parts[5])
+        month, day, hour, minute, second = (int(part) for part in parts[:5])
+        return _stamp(year, month, day, hour, minute, second, fraction=parts[5])
     if form == "dmesg":
-        month, day, hour, minute, second, own_year = parts
-        return _stamp(int(own_year), _MONTHS[month], int(day), int(hour), int(minute), int(second))
-    month, day, hour, minute, second = parts
-    return _stamp(year, _MONTHS[month], int(day), int(hour), int(minute), int(second))
+        name, *rest, own_year = parts
+        day, hour, minute, second = (int(part) for part in rest)
+        return _stamp(int(own_year), _MONTHS[name], day, hour, minute, second)
+    name, *rest = parts
+    day, hour, minute, second = (int(part) for part in rest)
+    return _stamp(year, _MONTHS[name], day, hour, minute, second)
 
 
 def _stamp(

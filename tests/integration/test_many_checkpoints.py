@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from evalsched import outlook
 from evalsched.app import make_app
 from evalsched.arrears import Arrears
 from evalsched.conductor import Conductor
@@ -89,11 +90,11 @@ def test_what_waits_is_told_per_report_most_urgent_first(conductor: Conductor, t
     old = known(conductor.add(spec(tmp_path, 1, "all")), 60.0)
     old.tails, old.longest = {"t": 7.0}, 0.5
     new = conductor.add(replace(spec(tmp_path, 2, "all"), created=95.0))
-    first, second = conductor.reports(100.0)
+    first, second = outlook.reports(conductor, 100.0)
     assert (first["name"], second["name"]) == (new.id, old.id)
     assert second == {
         "name": old.id, "slot_seconds": pytest.approx(60.0), "tail_seconds": 7.0, "longest_seconds": 0.5,
         "waited_seconds": pytest.approx(90.0), "job": "job:j",
     }  # fmt: skip
     assert first["slot_seconds"] == pytest.approx(60.0), "not recorded yet: taken to be like the others"
-    assert conductor.load_seconds() is None
+    assert outlook.load_seconds(conductor) is None
