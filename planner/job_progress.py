@@ -70,6 +70,9 @@ def _started(turn: Turn) -> None:
 def _step(turn: Turn, rank: RankRecord, message: Any) -> None:
     """A step is complete when rank 0 said so for all, or every rank of the incarnation for itself."""
     job = turn.job
+    if message.late:
+        _late(turn, message)
+        return
     if message.step <= job.told_step:
         return  # said again after a re-form
     part = job.partial.setdefault(message.step, StepRecord())
@@ -92,8 +95,19 @@ def _step(turn: Turn, rank: RankRecord, message: Any) -> None:
         _complete(turn, message.step, part)
 
 
-def _complete(turn: Turn, step: int, part: StepRecord) -> None:
+def _late(turn: Turn, message: Any) -> None:
+    """A step of an earlier incarnation whose rank ended unheard: its lines, and no progress of this incarnation."""
     job = turn.job
+    if message.step > job.step:
+        part = StepRecord(
+            ids=list(message.batch), loss=message.loss, grad_norm=message.grad_norm, valid_loss=message.valid_loss,
+            tokens=message.tokens, workers=message.workers, seconds=message.seconds, time=message.time,
+        )  # fmt: skip
+        _write(turn, message.step, part, message.incarnation)
+        job.step = message.step
+
+
+def _write(turn: Turn, step: int, part: StepRecord, incarnation: int) -> None:
     measured = {} if part.valid_loss is None else {"valid_loss": part.valid_loss}
     measured |= {"redo_seconds": part.redo_seconds} if part.redo_seconds else {}
     turn.write("samples.jsonl", step=step, ids=sorted(part.ids))
@@ -105,9 +119,14 @@ def _complete(turn: Turn, step: int, part: StepRecord) -> None:
         tokens=part.tokens,
         seconds=part.seconds,
         workers=part.workers,
-        incarnation=job.incarnation,
+        incarnation=incarnation,
         **measured,
     )
+
+
+def _complete(turn: Turn, step: int, part: StepRecord) -> None:
+    job = turn.job
+    _write(turn, step, part, job.incarnation)
     job.step, job.loss, job.step_seconds = step, part.loss, part.seconds
     job.valid_loss = part.valid_loss if part.valid_loss is not None else job.valid_loss
     state = escalation.State.from_json(job.escalation)

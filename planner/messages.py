@@ -129,6 +129,8 @@ class RankStep(Message):
     incarnation: int
     valid_loss: float | None = None
     time: float
+    late: bool = False
+    """Said by a rank that went on from a state, for one that may have ended unheard: news only where it is missing."""
     phases: dict[str, float] = {}
     """Seconds of this step by phase (data, forward_backward, reduce, optimizer, snapshot, other)."""
 

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from planner import manifest
 from planner.errors import BadInputError
 from planner.events import Action
-from planner.messages import RankCheckpoint, RankNote, RankPhase, RankSpec
+from planner.messages import RankCheckpoint, RankNote, RankPhase, RankSpec, RankStep
 from planner.pretrain_config import PretrainConfig
 from pretrain import (
     data,
@@ -305,6 +305,7 @@ def _load(spec: RankSpec, built: _Built, channel: Channel, digest: str) -> Train
         state = checkpoints.resume(resume)
         built.saved_step = state.step
     _skip(spec, state, built.order, channel)
+    _say_unheard(spec, state, channel)
     if state.data_digest != digest:
         if spec.rank == 0:
             reason = (
@@ -314,6 +315,14 @@ def _load(spec: RankSpec, built: _Built, channel: Channel, digest: str) -> Train
             channel.send(RankNote(action=Action.CHECKPOINT_LOADED.value, reason=reason, time=time.time()))
         state.data_digest = digest
     return state
+
+
+def _say_unheard(spec: RankSpec, state: TrainState, channel: Channel) -> None:
+    """Steps of the state that was loaded which nobody may have heard of; the supervisor knows which it lacks."""
+    if spec.rank == 0:
+        for one in state.unheard:
+            channel.send(RankStep.model_validate(one | {"late": True}))
+    state.unheard = []
 
 
 def _drop_void(spec: RankSpec, folder: Path, resume: Path | None, channel: Channel) -> None:

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from pydantic import BaseModel, ValidationError
 
@@ -36,6 +36,8 @@ _SEND_SECONDS = 5.0
 _ACKNOWLEDGE_SECONDS = 0.01
 _CHUNK = 1 << 16
 _LONGEST_LINE = 4 << 20
+MOST_UNHEARD = 1000
+"""So many messages go with a saved state at most."""
 
 
 class Channel(Protocol):
@@ -46,6 +48,9 @@ class Channel(Protocol):
 
     def listen(self, handler: Handler) -> None:
         """Call ``handler`` with every message of the agent, from another thread, those already here first."""
+
+    def unheard(self) -> list[BaseModel]:
+        """What was sent and the agent has not confirmed, oldest first; the newest :data:`MOST_UNHEARD`."""
 
     def rename(self, incarnation: int, rank: int) -> None:
         """The rank re-formed: if it has to say hello again, then under its new name."""
@@ -81,6 +86,10 @@ class ListChannel:
         else:
             self._handler(message)
 
+    def unheard(self) -> list[BaseModel]:
+        """Nobody confirms anything, and nobody is missed."""
+        return []
+
     def rename(self, incarnation: int, rank: int) -> None:
         """Nobody asks for a name."""
 
@@ -105,6 +114,10 @@ class StreamChannel:
     def listen(self, handler: Handler) -> None:
         """Nothing ever comes."""
 
+    def unheard(self) -> list[BaseModel]:
+        """Nobody confirms anything, and nobody is missed."""
+        return []
+
     def rename(self, incarnation: int, rank: int) -> None:
         """Nobody asks for a name."""
 
@@ -115,6 +128,14 @@ class StreamChannel:
 def _end_process() -> None:
     """A rank whose agent is gone for good must not train on: nobody could stop it, and its slot may be granted anew."""
     os._exit(ExitCode.MISSING_SERVICE)
+
+
+class _Sent(NamedTuple):
+    """A message on its way; ``seq`` 0: nobody numbers, so nobody confirms."""
+
+    seq: int
+    line: bytes
+    message: BaseModel
 
 
 class SocketChannel:
@@ -141,8 +162,8 @@ class SocketChannel:
         self._on_lost = on_lost
         self._clock = clock or SystemClock()
         self._lock = threading.RLock()
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._unacknowledged: deque[tuple[int, bytes]] = deque()
+        self._kept: deque[_Sent] = deque()
+        self._unacknowledged: deque[_Sent] = deque()
         self._seq: int | None = None
         self._socket: socket.socket | None = None
         self._handler: Handler | None = None
@@ -160,7 +181,7 @@ class SocketChannel:
             if self._seq is not None:
                 self._seq += 1
                 line = b'{"seq":%d,' % self._seq + line[1:]
-            self._kept.append((self._seq or 0, line))
+            self._kept.append(_Sent(self._seq or 0, line, message))
             self._flush()
 
     def listen(self, handler: Handler) -> None:
@@ -170,6 +191,12 @@ class SocketChannel:
             self._handler = handler
         for message in early:
             handler(message)
+
+    def unheard(self) -> list[BaseModel]:
+        """What the agent has not confirmed, sent to it or not."""
+        with self._lock:
+            sent = [*self._unacknowledged, *self._kept]
+        return [one.message for one in sent[-MOST_UNHEARD:]]
 
     def rename(self, incarnation: int, rank: int) -> None:
         """Say hello under this name from the next connection on; the agent knows it for this one."""
@@ -215,12 +242,12 @@ class SocketChannel:
     def _flush(self) -> None:
         while self._kept and self._socket is not None:
             try:
-                self._socket.sendall(self._kept[0][1])
+                self._socket.sendall(self._kept[0].line)
             except OSError:  # the agent died, or has not read for too long: the whole line goes to its successor
                 self._drop()
                 return
             sent = self._kept.popleft()
-            if sent[0]:
+            if sent.seq:
                 self._unacknowledged.append(sent)
 
     def _drop(self) -> None:
@@ -288,5 +315,5 @@ class SocketChannel:
         """The agent numbers (0), or has passed on everything up to ``seq``."""
         with self._lock:
             self._seq = self._seq or 0
-            while self._unacknowledged and self._unacknowledged[0][0] <= seq:
+            while self._unacknowledged and self._unacknowledged[0].seq <= seq:
                 self._unacknowledged.popleft()

@@ -29,6 +29,9 @@ class TrainState:
     """Sample ids that were drawn and left out, by a guard against bad gradients or a decision to skip data."""
     data_digest: str = ""
     """Content digest of the training tokens, so that a resumed run notices other data."""
+    unheard: list[dict[str, Any]] = field(default_factory=list)
+    """Completed steps (:class:`planner.messages.RankStep`) that rank 0 had said and nobody had confirmed: whoever goes
+    on from this state says them, since the rank that was to may end with its agent gone."""
 
     def to_json(self) -> dict[str, Any]:
         """The state as the JSON that a checkpoint holds."""
@@ -40,6 +43,7 @@ class TrainState:
             "incarnation": self.incarnation,
             "skipped": list(self.skipped),
             "data_digest": self.data_digest,
+            "unheard": list(self.unheard),
         }
 
     @classmethod
@@ -59,6 +63,7 @@ class TrainState:
                 incarnation=int(value["incarnation"]),
                 skipped=[int(item) for item in value["skipped"]],
                 data_digest=str(value["data_digest"]),
+                unheard=list(value.get("unheard", [])),
             )
         except KeyError as error:
             raise ValueError(f"training state without the key {error}") from error

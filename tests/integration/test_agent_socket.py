@@ -159,9 +159,10 @@ def test_what_a_dead_agent_took_and_did_not_pass_on_comes_again_with_its_number(
     await_that(lambda: side.steps() == [1, 2, 3], 5)
     side.stop()
     channel.send(RankPhase(phase="step", step=4, time=0.0))
+    assert [one.step for one in channel.unheard() if isinstance(one, RankPhase)] == [2, 3, 4]
     successor = Side(path)
     await_that(lambda: successor.steps() == [2, 3, 4], 10)
     assert [seq for _, message, seq in successor.said if message.kind == "phase"] == [2, 3, 4]
-    await_that(lambda: not channel._unacknowledged, 5)
+    await_that(lambda: not channel.unheard(), 5)
     channel.close()
     successor.stop()

@@ -133,6 +133,24 @@ def test_a_step_is_written_once_when_all_ranks_have_said_so() -> None:
     assert len([a for a in life.done if isinstance(a, Write)]) == 2
 
 
+def test_steps_that_ended_unheard_are_written_late_and_are_no_progress() -> None:
+    life = Life()
+    life.come_up()
+    life.complete(1, 2)
+    life.exit(1, signal=9)
+    life.exit(0, signal=9)
+    life.come_up()
+    late = [life.step(n, 0, incarnation=1, late=True, batch=[3, 2, 1, 0]) for n in (2, 3, 4)]
+    new = life.said(0, *late)
+    lines = [(a.file, a.line["step"], a.line.get("incarnation")) for a in new if isinstance(a, Write)]
+    assert lines == [("samples.jsonl", 3, None), ("metrics.jsonl", 3, 1), ("samples.jsonl", 4, None),
+                     ("metrics.jsonl", 4, 1)]  # fmt: skip
+    assert not life.job.progressed
+    assert life.job.step == 4
+    life.complete(5)
+    assert life.job.state == JobState.RUNNING
+
+
 def test_a_lost_rank_ends_the_others_and_the_next_incarnation_recovers() -> None:
     life = Life()
     life.come_up()

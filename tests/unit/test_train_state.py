@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from planner.messages import RankStep
@@ -14,6 +16,15 @@ STATE = TrainState(seed=3, step=7, consumed_samples=70, incarnation=2, skipped=[
 
 def test_state_comes_back() -> None:
     assert TrainState.from_json(STATE.to_json()) == STATE
+
+
+def test_steps_that_nobody_confirmed_go_with_the_state() -> None:
+    said = RankStep(step=7, loss=2.5, grad_norm=1.0, tokens=64, seconds=0.1, lr=0.1, workers=1, ids=[3], batch=[3, 1],
+                    incarnation=2, time=9.0)  # fmt: skip
+    state = TrainState(seed=3, step=7, unheard=[said.model_dump(mode="json")])
+    (back,) = TrainState.from_json(json.loads(json.dumps(state.to_json()))).unheard
+    assert RankStep.model_validate(back) == said
+    assert TrainState.from_json({key: value for key, value in STATE.to_json().items() if key != "unheard"}) == STATE
 
 
 def test_a_state_is_not_shared_with_its_json() -> None:
