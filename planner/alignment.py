@@ -37,6 +37,8 @@ class Standing:
     stage: Stage = Stage.GRADIENT
     done: tuple[int, ...] = ()
     """Micro-batches of this attempt whose whole gradient is in this rank's buffers, or was before the reduction."""
+    own: tuple[int, ...] = ()
+    """Micro-batches of this attempt that were this rank's to run when it left, done or not."""
     clean: bool = True
     """False where a micro-batch was interrupted, so that the buffers hold a part of it."""
     reduced: frozenset[int] = frozenset()
@@ -103,7 +105,7 @@ def align(standings: Sequence[Standing], micro_batches: int) -> Alignment:
     return Alignment(
         lead=place,
         keep=frozenset(done),
-        todo=reassign(micro_batches, done, replicas),
+        todo=reassign(micro_batches, done, replicas, {s.replica: s.own for s in holders if s.position == lead}),
         finished_buckets=finished,
         forward_only=bool(finished) and all(len(finished) == count for count in buckets),
     )

@@ -60,11 +60,14 @@ def share_out(lost: Iterable[int], remaining: Sequence[int]) -> Shares:
     return tuple(tuple(part) for part in extra)
 
 
-def reassign(count: int, done: Mapping[int, Iterable[int]], replicas: int) -> Shares:
+def reassign(
+    count: int, done: Mapping[int, Iterable[int]], replicas: int, own: Mapping[int, Iterable[int]] | None = None
+) -> Shares:
     """What each of ``replicas`` has still to run, given whose gradients are kept.
 
     ``done`` maps each replica's *new* data-parallel rank to the micro-batches whose gradient it still holds. All
-    others (the dead replicas', and those that survivors had not reached) are run again, each exactly once.
+    others (the dead replicas', and those that survivors had not reached) are run, each exactly once. They are shared
+    out evenly, and within that a replica runs what was its ``own`` before.
 
     Raises:
         ValueError: a micro-batch done twice or outside ``range(count)``, or a replica outside ``range(replicas)``.
@@ -80,4 +83,14 @@ def reassign(count: int, done: Mapping[int, Iterable[int]], replicas: int) -> Sh
                 raise ValueError(f"micro-batch {batch} is held by replicas {held[batch]} and {replica}")
             held[batch] = replica
     missing = [batch for batch in range(count) if batch not in held]
-    return share_out(missing, [0] * replicas)
+    mine: list[list[int]] = [[] for _ in range(replicas)]
+    claims = {batch: replica for replica, batches in (own or {}).items() for batch in batches}
+    for batch in missing:
+        if batch in claims:
+            mine[claims[batch]].append(batch)
+    even, longer = divmod(len(missing), replicas)
+    order = sorted(range(replicas), key=lambda replica: (-len(mine[replica]), replica))
+    kept = {replica: mine[replica][: even + (place < longer)] for place, replica in enumerate(order)}
+    orphans = set(missing).difference(*kept.values())
+    extra = share_out(orphans, [len(kept[replica]) for replica in range(replicas)])
+    return tuple(tuple(sorted([*kept[replica], *extra[replica]])) for replica in range(replicas))

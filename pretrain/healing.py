@@ -125,6 +125,7 @@ def account_of(trainer: Trainer, newcomer: bool) -> Account:
             attempt=trainer.attempt,
             stage=trainer.stage,
             done=tuple(work.done) if work.clean else (),
+            own=tuple(trainer.share.micro_batches if trainer.share is not None else work.own),
             clean=work.clean,
             reduced=work.reduced_for_good(),
             buckets=len(machine.chunk.bucket_groups),

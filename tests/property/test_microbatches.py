@@ -39,13 +39,17 @@ def test_a_dead_replica_costs_only_its_own_micro_batches(count: int, replicas: i
     dead = data.draw(st.sets(st.integers(0, replicas - 1), min_size=1, max_size=replicas - 1))
     survivors = [rank for rank in range(replicas) if rank not in dead]
     progress = {new: shares[old][: data.draw(st.integers(0, len(shares[old])))] for new, old in enumerate(survivors)}
-    todo = reassign(count, progress, len(survivors))
+    own = {new: shares[old] for new, old in enumerate(survivors)}
+    todo = reassign(count, progress, len(survivors), own)
     ran = sorted([b for part in progress.values() for b in part] + [b for part in todo for b in part])
     assert ran == list(range(count)), "each micro-batch of the global batch counts exactly once"
     redone = {b for old in dead for b in shares[old]} & {b for part in todo for b in part}
     assert redone == {b for old in dead for b in shares[old]}
     lengths = [len(part) for part in todo]
     assert max(lengths) - min(lengths) <= 1
+    for new, part in enumerate(todo):
+        left = set(own[new]) - set(progress[new])
+        assert left <= set(part) or set(part) <= left, "nobody runs another's while some of its own is run elsewhere"
 
 
 @pytest.mark.parametrize(
