@@ -121,9 +121,12 @@ def baseline(config: dict[str, Any], kill: dict[int, int], seconds: float) -> tu
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     started = time.monotonic()
     with (folder / "log").open("wb") as log:
-        code = subprocess.run(
-            [*command, str(script), asked], stdout=log, stderr=log, env=environment, timeout=seconds, check=False
-        ).returncode
+        process = subprocess.Popen([*command, str(script), asked], stdout=log, stderr=log, env=environment)
+        try:
+            code = process.wait(seconds)
+        finally:
+            process.terminate()  # torchrun then ends its workers, which have sessions of their own
+            process.wait(60)
     assert code == 0, (folder / "log").read_text()[-3000:]
     return folder, time.monotonic() - started
 
