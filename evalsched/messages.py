@@ -101,7 +101,7 @@ class Answers(Message):
     lease_token: int
     dispatch: str
     run: str
-    responses: list[dict[str, Any]]
+    responses: list[Any]
     """:class:`evalsched.types.Response` as JSON."""
 
 

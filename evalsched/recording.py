@@ -27,6 +27,7 @@ from typing import Any
 
 from evalsched.digests import FileHashes, cache_folder, task_files_digest, tokenizer_digest
 from evalsched.types import EvalSettings, Request, digest_of
+from planner import quick_json
 from planner.errors import BadInputError, ExitCode, PlanariaError, WorkFailedError, one_line
 from planner.files import write_json
 
@@ -78,8 +79,8 @@ class Recording:
 
     def requests(self) -> list[Request]:
         """All requests, in lm-eval's order."""
-        with (self.folder / _REQUESTS).open(encoding="utf-8") as stream:
-            return [Request.from_json(json.loads(line)) for line in stream]
+        with (self.folder / _REQUESTS).open("rb") as stream:
+            return [Request.from_json(quick_json.loads(line)) for line in stream]
 
     def task(self, name: str) -> RecordedTask:
         """The record of one task.

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from planner import quick_json
 from planner.errors import FencedError
 
 SECRET_BYTES = 32
@@ -50,14 +51,14 @@ def unseal(key: str, text: str | bytes) -> dict[str, Any]:
         ForgedMessageError: the code is missing or wrong, or the text is no sealed message at all.
     """
     try:
-        outer = json.loads(text)
+        outer = quick_json.loads(text)
         body, mac = outer["body"], outer["mac"]
         genuine = isinstance(body, str) and isinstance(mac, str) and hmac.compare_digest(mac, _code(key, body))
     except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
         raise ForgedMessageError(f"not a sealed message: {error!r}") from error
     if not genuine:
         raise ForgedMessageError("a message's authentication code does not match; it was dropped")
-    message = json.loads(body)
+    message = quick_json.loads(body)
     if not isinstance(message, dict):
         raise ForgedMessageError("a sealed message must hold a JSON object")
     return message
