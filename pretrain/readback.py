@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,7 @@ import xxhash
 from planner.errors import WorkFailedError
 from planner.files import fsync_dir, map_threads
 
-_BLOCK = 4 << 20
-_DEPTH = 4
-"""Blocks in flight per file."""
+_BLOCK = 32 << 20
 
 
 class NotWhatWasWrittenError(WorkFailedError):
@@ -38,29 +34,20 @@ def drop_cache(path: Path) -> None:
 def hash_from_disk(path: Path) -> tuple[int, str]:
     """(bytes, xxh3-128) of a file as the disk holds it.
 
-    A few blocks are on their way from the disk while one is hashed; they go past the page cache where the file system
+    Blocks are large enough that the disk is kept busy by one of them, and go past the page cache where the file system
     allows that, which saves a copy and leaves the cache to those who need it.
     """
     drop_cache(path)
     digest, size = xxhash.xxh3_128(), 0
-    with _opened_directly(path) as fd, ThreadPoolExecutor(_DEPTH, thread_name_prefix="read-back") as pool:
-        buffers = [mmap.mmap(-1, _BLOCK) for _ in range(_DEPTH)]
+    with _opened_directly(path) as fd, mmap.mmap(-1, _BLOCK) as buffer:
         end = os.fstat(fd).st_size
-
-        def read(index: int) -> int:
-            return os.preadv(fd, [buffers[index % _DEPTH]], index * _BLOCK)
-
-        count = -(-end // _BLOCK)
-        reads = deque(pool.submit(read, index) for index in range(min(_DEPTH, count)))
-        for index in range(count):
-            got = reads.popleft().result()
+        while size < end:
+            got = os.preadv(fd, [buffer], size)
             if got != min(_BLOCK, end - size):
                 raise OSError(f"{path}: {got} bytes came at {size}, {min(_BLOCK, end - size)} are there")
-            with memoryview(buffers[index % _DEPTH]) as view:
-                digest.update(view[:got])
+            with memoryview(buffer) as view, view[:got] as block:
+                digest.update(block)
             size += got
-            if index + _DEPTH < count:
-                reads.append(pool.submit(read, index + _DEPTH))
     return size, digest.hexdigest()
 
 
