@@ -7,7 +7,7 @@ priority and ageing are decided here. With L the time at which everything could 
 
 a worker takes the longest shard that it would end by L, or sooner than any other worker could (its model change
 included): so a slow worker does not start at the end what a fast one would finish first. Trials with a long CPU metric
-go first, so that their tails overlap with the inference of others. A piece is cut off a shard that is longer than half
+go first, so that their tails overlap with the inference of others; before them what a worker died over. A piece is cut off a shard that is longer than half
 of a slot's share of what is left, so that all slots end together.
 """
 
@@ -246,9 +246,9 @@ def _desk(runs: Sequence[RunView], workers: Sequence[WorkerView], now: float) ->
     return _Desk(now, slots, pending, sum(one.seconds for shards in pending.values() for one in shards))
 
 
-def _order(shard: PendingShard) -> tuple[float, float, str]:
-    """Long metrics first, then long shards."""
-    return (-tail_rank(shard.tail), -shard.seconds, shard.shard)
+def _order(shard: PendingShard) -> tuple[bool, float, float, str]:
+    """What a worker died over or failed first: it has waited already. Then long metrics, then long shards."""
+    return (shard.attempts == 0, -tail_rank(shard.tail), -shard.seconds, shard.shard)
 
 
 def _best(runs: Sequence[RunView], desk: _Desk, slot: _Slot) -> tuple[RunView, PendingShard] | None:
@@ -274,7 +274,7 @@ def _shard_for(desk: _Desk, slot: _Slot, run: RunView) -> PendingShard | None:
         if one.after > desk.now or (one.last_worker == slot.name and not alone):
             continue
         if first is not None and (
-            tail_rank(one.tail) != tail_rank(first.tail) or one.seconds < SAME_LENGTH * first.seconds
+            first.attempts or tail_rank(one.tail) != tail_rank(first.tail) or one.seconds < SAME_LENGTH * first.seconds
         ):
             break
         seconds = _piece(desk, slot, run, one) or one.seconds

@@ -90,6 +90,14 @@ def test_a_failed_shard_waits_and_goes_to_another_worker() -> None:
     assert [one.worker for one in assign([view], workers[:1], 10.0)] == ["w1"], "alone, it must take it itself"
 
 
+def test_what_a_worker_died_over_goes_first() -> None:
+    failed = PendingShard(shard="z", seconds=1.0, attempts=1, last_worker="w9")
+    others = tuple(PendingShard(shard=name, seconds=9.0, tail=100.0) for name in "abc")
+    view = RunView(run="a", created=0.0, model="a", pending=(*others, failed))
+    chosen = assign([view], [WorkerView(worker=name, model="a") for name in ("w1", "w2")], 10.0)
+    assert chosen[0].shard == "z"
+
+
 def test_a_straggler_is_run_twice_only_when_nothing_else_is_left() -> None:
     late = OutView(run="a", shard="s", seconds=2.0, begun=1.0)
     workers = [WorkerView(worker="w1", model="a", out=(late,)), WorkerView(worker="w2", model="a")]
