@@ -7,8 +7,8 @@ priority and ageing are decided here. With L the time at which everything could 
 
 a worker takes the longest shard that it would end by L, or sooner than any other worker could (its model change
 included): so a slow worker does not start at the end what a fast one would finish first. Trials with a long CPU metric
-go first, so that their tails overlap with the inference of others; before them what a worker died over. A piece is cut off a shard that is longer than half
-of a slot's share of what is left, so that all slots end together.
+go first, so that their tails overlap with the inference of others; before them what a worker died over or failed. A
+piece is cut off a shard that is longer than half of a slot's share of what is left, so that all slots end together.
 """
 
 from __future__ import annotations
