@@ -149,6 +149,8 @@ class WaitingShard:
     attempts: int = 0
     after: float = 0.0
     last_worker: str | None = None
+    back: bool = False
+    """It was at a worker before."""
     tail: float = 0.0
     """CPU seconds of the longest metric that waits for its answers."""
     group: str = ""
@@ -228,7 +230,7 @@ class Run:
         pending = tuple(
             PendingShard(
                 shard=name, seconds=one.shard.seconds, attempts=one.attempts, after=one.after,
-                last_worker=one.last_worker, tail=one.tail, group=one.group,
+                last_worker=one.last_worker, back=one.back, tail=one.tail, group=one.group,
             )
             for name, one in self.waiting.items()
         )  # fmt: skip
@@ -264,7 +266,7 @@ class Run:
         shard = replace(out.shard, requests=left, seconds=seconds)
         attempts = out.attempts + (1 if count else 0)
         after = now + RETRY_SECONDS * 2 ** (attempts - 1) if count else now
-        self.wait(shard, attempts=attempts, after=after, last_worker=out.worker if count else None)
+        self.wait(shard, attempts=attempts, after=after, last_worker=out.worker if count else None, back=True)
 
     def answered(self, ids: Iterable[RequestId], now: float) -> None:
         """Requests were answered."""

@@ -7,7 +7,7 @@ priority and ageing are decided here. With L the time at which everything could 
 
 a worker takes the longest shard that it would end by L, or sooner than any other worker could (its model change
 included): so a slow worker does not start at the end what a fast one would finish first. Trials with a long CPU metric
-go first, so that their tails overlap with the inference of others; before them what a worker died over or failed. A
+go first, so that their tails overlap with the inference of others; before them what came back from a worker. A
 piece is cut off a shard that is longer than half of a slot's share of what is left, so that all slots end together.
 """
 
@@ -54,10 +54,17 @@ class PendingShard:
     after: float = 0.0
     last_worker: str | None = None
     """Where it failed last: another worker is preferred."""
+    back: bool = False
+    """It was at a worker before, which died or gave its slot back."""
     tail: float = 0.0
     """CPU seconds of the longest metric that waits for its answers."""
     group: str = ""
     """Shards of one group share a prefix: their worker has it in its cache."""
+
+    @property
+    def returned(self) -> bool:
+        """Whether it was sent before."""
+        return self.back or self.attempts > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,8 +254,8 @@ def _desk(runs: Sequence[RunView], workers: Sequence[WorkerView], now: float) ->
 
 
 def _order(shard: PendingShard) -> tuple[bool, float, float, str]:
-    """What a worker died over or failed first: it has waited already. Then long metrics, then long shards."""
-    return (shard.attempts == 0, -tail_rank(shard.tail), -shard.seconds, shard.shard)
+    """What was at a worker before goes first: it has waited already. Then long metrics, then long shards."""
+    return (not shard.returned, -tail_rank(shard.tail), -shard.seconds, shard.shard)
 
 
 def _best(runs: Sequence[RunView], desk: _Desk, slot: _Slot) -> tuple[RunView, PendingShard] | None:
@@ -274,7 +281,7 @@ def _shard_for(desk: _Desk, slot: _Slot, run: RunView) -> PendingShard | None:
         if one.after > desk.now or (one.last_worker == slot.name and not alone):
             continue
         if first is not None and (
-            first.attempts or tail_rank(one.tail) != tail_rank(first.tail) or one.seconds < SAME_LENGTH * first.seconds
+            first.returned or tail_rank(one.tail) != tail_rank(first.tail) or one.seconds < SAME_LENGTH * first.seconds
         ):
             break
         seconds = _piece(desk, slot, run, one) or one.seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -90,8 +91,9 @@ def test_a_failed_shard_waits_and_goes_to_another_worker() -> None:
     assert [one.worker for one in assign([view], workers[:1], 10.0)] == ["w1"], "alone, it must take it itself"
 
 
-def test_what_a_worker_died_over_goes_first() -> None:
-    failed = PendingShard(shard="z", seconds=1.0, attempts=1, last_worker="w9")
+@pytest.mark.parametrize("how", [{"attempts": 1, "last_worker": "w9"}, {"back": True}])
+def test_what_came_back_from_a_worker_goes_first(how: dict[str, Any]) -> None:
+    failed = PendingShard(shard="z", seconds=1.0, **how)
     others = tuple(PendingShard(shard=name, seconds=9.0, tail=100.0) for name in "abc")
     view = RunView(run="a", created=0.0, model="a", pending=(*others, failed))
     chosen = assign([view], [WorkerView(worker=name, model="a") for name in ("w1", "w2")], 10.0)
