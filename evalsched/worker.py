@@ -52,7 +52,7 @@ log = logging.getLogger("planaria.worker")
 BEAT_SECONDS = 0.5
 FLUSH_SECONDS = 0.5
 FLUSH_RESPONSES = 500
-LEAVE_SECONDS = 1.5
+LEAVE_SECONDS = 1.0
 """How long a leaving worker waits for the engine's step in hand, where no deadline says otherwise."""
 MEMORY_GROWTH = 4 << 30
 """Bytes that the process may grow after its first shard before it is recycled between shards."""
