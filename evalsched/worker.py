@@ -327,7 +327,7 @@ class InferWorker(Worker):
             complete = self._answer_all(message, shard)
             outcome: Outcome = "done" if complete else "handed_back"
             reason = "" if complete else "the worker leaves"
-            seconds, grown = time.monotonic() - started, max(0, _memory(peak=True) - self._loaded_memory)
+            seconds, grown = time.monotonic() - started, max(0, _memory("VmHWM") - self._loaded_memory)
             self._end(message, outcome, reason, seconds=seconds, load_seconds=load_seconds, memory=grown)
         except NewProcessNeededError as error:
             self._end(message, "handed_back", one_line(error))
@@ -383,18 +383,18 @@ class InferWorker(Worker):
             waiting.clear()
 
     def _recycle_if_grown(self) -> None:
-        memory = _memory()
+        memory = _memory("RssAnon")  # files that a checkpoint's load has mapped are no growth
         if self._first_memory is None:
             self._first_memory = memory
         elif memory > self._first_memory + MEMORY_GROWTH:
             self.leave(f"recycled: its memory grew from {self._first_memory >> 20} to {memory >> 20} MiB")
 
 
-def _memory(*, peak: bool = False) -> int:
-    """Resident bytes of this process, now or at the most."""
+def _memory(field: str = "VmRSS") -> int:
+    """Resident bytes of this process: a field of ``/proc/self/status`` (``VmHWM``: the most so far)."""
     with open("/proc/self/status") as stream:
         text = stream.read()
-    return int(text.partition("VmHWM:" if peak else "VmRSS:")[2].split()[0]) << 10
+    return int(text.partition(f"{field}:")[2].split()[0]) << 10
 
 
 def _age() -> float:
