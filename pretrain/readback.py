@@ -14,7 +14,9 @@ import xxhash
 from planner.errors import WorkFailedError
 from planner.files import fsync_dir, map_threads
 
-_BLOCK = 32 << 20
+_BLOCK = 4 << 20
+_PROBES = 64
+"""Places of a file where the page cache is asked."""
 
 
 class NotWhatWasWrittenError(WorkFailedError):
@@ -32,14 +34,10 @@ def drop_cache(path: Path) -> None:
 
 
 def hash_from_disk(path: Path) -> tuple[int, str]:
-    """(bytes, xxh3-128) of a file as the disk holds it.
-
-    Blocks are large enough that the disk is kept busy by one of them, and go past the page cache where the file system
-    allows that, which saves a copy and leaves the cache to those who need it.
-    """
+    """(bytes, xxh3-128) of a file as the disk holds it; the page cache is left to those who need it."""
     drop_cache(path)
     digest, size = xxhash.xxh3_128(), 0
-    with _opened_directly(path) as fd, mmap.mmap(-1, _BLOCK) as buffer:
+    with _opened(path) as fd, mmap.mmap(-1, _BLOCK) as buffer:
         end = os.fstat(fd).st_size
         while size < end:
             got = os.preadv(fd, [buffer], size)
@@ -48,20 +46,41 @@ def hash_from_disk(path: Path) -> tuple[int, str]:
             with memoryview(buffer) as view, view[:got] as block:
                 digest.update(block)
             size += got
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return size, digest.hexdigest()
 
 
 @contextlib.contextmanager
-def _opened_directly(path: Path) -> Iterator[int]:
-    """A descriptor that reads past the page cache, or an ordinary one where that cannot be (memory file systems)."""
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor whose reads come from the disk: ahead of the reader, or past a cache that would not let go.
+
+    Reading ahead is what the kernel does best. Memory file systems have no disk behind them.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+        if _cached(fd):
+            with contextlib.suppress(OSError):
+                direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                os.close(fd)
+                fd = direct
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         yield fd
     finally:
         os.close(fd)
+
+
+def _cached(fd: int) -> bool:
+    """Whether the page cache still answers for a part of the file (``RWF_NOWAIT`` reads nothing that is not there)."""
+    size = os.fstat(fd).st_size
+    for offset in range(0, size, max(1, size // _PROBES)):
+        try:
+            if os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT):
+                return True
+        except BlockingIOError:
+            continue
+        except OSError:  # the file system cannot say
+            return True
+    return False
 
 
 def describe_from_disk(
