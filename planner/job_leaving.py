@@ -63,6 +63,12 @@ def answer(job: JobRecord, now: float) -> Answer:
     return Answer.MAKE_ROOM if by_node and staying else Answer.PREEMPT
 
 
+def other_nodes_stay(job: JobRecord) -> bool:
+    """Whether the ranks that were told to leave were those of nodes that go, and the job has others."""
+    told_by = {rank.leaving for rank in job.ranks if rank.leaving}
+    return told_by == {"node"} and bool({rank.node for rank in job.ranks} - set(job.leaving_nodes))
+
+
 def leaving(job: JobRecord) -> set[int]:
     """Ranks that were told to leave and are still there."""
     return {rank.rank for rank in job.alive() if rank.leaving}

@@ -383,7 +383,7 @@ def _settle(turn: Turn) -> None:
             _come_to_rest(turn)
     elif was_stopping:
         _come_to_rest(turn)
-    elif "preempted" in reasons:
+    elif "preempted" in reasons and not job_leaving.other_nodes_stay(job):
         end(turn, JobState.PREEMPTED, "its ranks were told to leave (SIGTERM) and have published their state")
     else:
         turn.move(JobState.WAITING, "its ranks left")

@@ -54,7 +54,7 @@ class Checkpoints(Protocol):
 
 KEPT_STEPS = 1000
 """Steps that a rank can say again: more than are completed until the cluster notices that nobody listens (10 s)."""
-PART_SECONDS = 2.0
+PART_SECONDS = 3.0
 """Longest wait of a rank that got SIGTERM for the order that lets the others go on without it."""
 
 

@@ -421,6 +421,17 @@ def test_ranks_that_cannot_be_spared_publish_and_the_job_is_preempted() -> None:
     assert play.job.state == JobState.PREEMPTED
 
 
+def test_ranks_of_a_node_that_goes_may_leave_before_anybody_answered_and_the_job_starts_again() -> None:
+    play = Play()
+    for rank in (2, 3):
+        play.job.ranks[rank].node = "m"
+    play.do(NodeLeaving("m"), later=0.0)
+    for rank in range(4):  # the supervisor was too slow: all have published and left
+        play.say(rank, RankDone(step=2, why="preempted", time=play.now))
+        play.do(Exited(1, rank, 4, None, False, ""), later=0.0)
+    assert play.job.state == JobState.WAITING
+
+
 def test_a_node_that_leaves_shrinks_the_job_or_makes_it_wait_for_slots() -> None:
     for least, state in ((1, JobState.RUNNING), (4, JobState.WAITING)):
         play = Play(least=least)
