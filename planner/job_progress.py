@@ -98,7 +98,7 @@ def _step(turn: Turn, rank: RankRecord, message: Any) -> None:
 def _late(turn: Turn, message: Any) -> None:
     """A step of an earlier incarnation whose rank ended unheard: its lines, and no progress of this incarnation."""
     job = turn.job
-    if message.step > job.step:
+    if message.step > job.step and message.incarnation < job.incarnation:
         part = StepRecord(
             ids=list(message.batch), loss=message.loss, grad_norm=message.grad_norm, valid_loss=message.valid_loss,
             tokens=message.tokens, workers=message.workers, seconds=message.seconds, time=message.time,

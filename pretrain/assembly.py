@@ -318,10 +318,15 @@ def _load(spec: RankSpec, built: _Built, channel: Channel, digest: str) -> Train
 
 
 def _say_unheard(spec: RankSpec, state: TrainState, channel: Channel) -> None:
-    """Steps of the state that was loaded which nobody may have heard of; the supervisor knows which it lacks."""
+    """Steps of the state that was loaded which nobody may have heard of; the supervisor knows which it lacks.
+
+    A state that another job left says nothing of this one.
+    """
     if spec.rank == 0:
         for one in state.unheard:
-            channel.send(RankStep.model_validate(one | {"late": True}))
+            if one.get("job") == Path(spec.job_folder).name:
+                step = {name: value for name, value in one.items() if name != "job"}
+                channel.send(RankStep.model_validate(step | {"late": True}))
     state.unheard = []
 
 

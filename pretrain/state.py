@@ -30,8 +30,8 @@ class TrainState:
     data_digest: str = ""
     """Content digest of the training tokens, so that a resumed run notices other data."""
     unheard: list[dict[str, Any]] = field(default_factory=list)
-    """Completed steps (:class:`planner.messages.RankStep`) that rank 0 had said and nobody had confirmed: whoever goes
-    on from this state says them, since the rank that was to may end with its agent gone."""
+    """Completed steps (:class:`planner.messages.RankStep`, and ``job``: the job folder's name) that rank 0 had said and
+    nobody had confirmed: whoever goes on from this state says them, since that rank may end with its agent gone."""
 
     def to_json(self) -> dict[str, Any]:
         """The state as the JSON that a checkpoint holds."""

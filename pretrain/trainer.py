@@ -448,7 +448,7 @@ class Trainer:
             return
         self.channel.send(message)
         unheard = [one for one in self.channel.unheard() if isinstance(one, RankStep)]
-        self.state.unheard = [one.model_dump(mode="json") for one in unheard]
+        self.state.unheard = [one.model_dump(mode="json") | {"job": self.job_folder.name} for one in unheard]
         if self.writer is None:
             self.writer = ScalarWriter(self.job_folder, first_step=message.step)
         self.writer.write(message)

@@ -38,8 +38,8 @@ def test_agents_check_a_cordoned_node_by_themselves_and_a_dead_one_on_request(cl
         cluster.start_agent(node, 1, address)
     cluster.store.cordon("n2", "check")
     await_that(lambda: not cluster.store.cordoned(), 60, "the node passes and takes work again")
-    actions = [event.action for event in cluster.store.last_events(200)]
-    assert {"node.checked", "node.uncordoned"} <= set(actions)
+    said = {"node.checked", "node.uncordoned"}
+    await_that(lambda: said <= {event.action for event in cluster.store.last_events(200)}, 10, "and it is said")
     cluster.agents["n2"].send_signal(signal.SIGSTOP)
     try:
         cluster.store.send_request("nodecheck", check="c1", nodes=["n1", "n2"])

@@ -141,7 +141,8 @@ def test_steps_that_ended_unheard_are_written_late_and_are_no_progress() -> None
     life.exit(0, signal=9)
     life.come_up()
     late = [life.step(n, 0, incarnation=1, late=True, batch=[3, 2, 1, 0]) for n in (2, 3, 4)]
-    new = life.said(0, *late)
+    own = life.step(5, 0, incarnation=2, late=True, batch=[3, 2, 1, 0])
+    new = life.said(0, *late, own)
     lines = [(a.file, a.line["step"], a.line.get("incarnation")) for a in new if isinstance(a, Write)]
     assert lines == [("samples.jsonl", 3, None), ("metrics.jsonl", 3, 1), ("samples.jsonl", 4, None),
                      ("metrics.jsonl", 4, 1)]  # fmt: skip

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,24 @@ def test_steps_that_nobody_confirmed_go_with_the_state() -> None:
     (back,) = TrainState.from_json(json.loads(json.dumps(state.to_json()))).unheard
     assert RankStep.model_validate(back) == said
     assert TrainState.from_json({key: value for key, value in STATE.to_json().items() if key != "unheard"}) == STATE
+
+
+def test_who_goes_on_says_them_for_its_own_job_alone(tmp_path: Path) -> None:
+    from pretrain import device
+
+    device.prepare("cpu")
+    from pretrain.assembly import _say_unheard
+    from pretrain.channel import ListChannel
+
+    said = RankStep(step=7, loss=2.5, grad_norm=1.0, tokens=64, seconds=0.1, lr=0.1, workers=1, ids=[3], batch=[3, 1],
+                    incarnation=2, time=9.0)  # fmt: skip
+    for job, expected in (("mine", [said.model_copy(update={"late": True})]), ("another", [])):
+        state = TrainState(seed=3, step=7, unheard=[said.model_dump(mode="json") | {"job": job}])
+        channel = ListChannel()
+        spec: Any = SimpleNamespace(rank=0, job_folder=str(tmp_path / "jobs" / "mine"))
+        _say_unheard(spec, state, channel)
+        assert channel.sent == expected
+        assert state.unheard == []
 
 
 def test_a_state_is_not_shared_with_its_json() -> None:
