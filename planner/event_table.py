@@ -116,6 +116,8 @@ def build(
     sizes = [size for size, _ in Counter(size for size in capacities if size).most_common(MOST_SIZES)]
     known = jobs if candidate is None else (*jobs, candidate)
     for event in sorted(foreseen(cluster, jobs, holders, candidate, sizes), key=lambda event: event.slots):
+        if any(slots != event.slots for slots, _ in makers):
+            makers.clear()  # the tables of one cluster size at a time: they are large
         after, then = event.apply(cluster, jobs)
         for nodes in changed(capacities, event.slots):
             bounds = ceilings(nodes, (job.group for job in known))
