@@ -158,9 +158,9 @@ class Cluster:
         await_that(lambda: self.record(job).get("step", 0) >= step, seconds, f"step {step} of {job or self.job}")
 
     def lines(self, file: str, job: str = "") -> list[dict[str, Any]]:
-        """Lines of one of the job's files."""
-        text = (self.folder(job) / file).read_text()
-        return [json.loads(line) for line in text.splitlines()]
+        """Whole lines of one of the job's files; of a job that runs, the last may be in the middle of being written."""
+        whole, _, _ = (self.folder(job) / file).read_text().rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
 
     def events(self, action: str, job: str = "") -> list[dict[str, Any]]:
         """Events of one action."""
@@ -171,9 +171,13 @@ class Cluster:
         return {rank["rank"]: rank["pid"] for rank in self.record(job)["ranks"] if not rank["gone"]}
 
     def kept(self, job: str = "") -> dict[int, tuple[list[int], float]]:
-        """Step → (sample ids, loss); of a step that stands twice the last line counts."""
+        """Step → (sample ids, loss) of steps that stand in both files; of a step that stands twice the last line counts.
+
+        A job that still trains writes between the two readings, so that the file read last may be a step ahead.
+        """
         losses = {line["step"]: line["loss"] for line in self.lines("metrics.jsonl", job)}
-        return {line["step"]: (line["ids"], losses[line["step"]]) for line in self.lines("samples.jsonl", job)}
+        samples = {line["step"]: line["ids"] for line in self.lines("samples.jsonl", job)}
+        return {step: (samples[step], losses[step]) for step in sorted(samples.keys() & losses.keys())}
 
     def log(self, name: str) -> str:
         """What a process said."""
