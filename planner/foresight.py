@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from planner.allocation import Allocation, ClusterView, allocate
+from planner.arrivals import Arrivals
 from planner.cost_aware import (
     EVALUATION,
     CostAware,
@@ -19,6 +20,7 @@ from planner.cost_aware import (
     held_slots,
     node_capacities,
     training_jobs,
+    typical_rate,
 )
 from planner.errors import one_line
 from planner.event_table import EventTable, build
@@ -36,9 +38,10 @@ class Foresight:
     def __init__(self, settings: CostSettings | None = None) -> None:
         self._planner = CostAware(settings or CostSettings())
         self._before: dict[str, int] = {}
+        self._arrivals = Arrivals()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="next-events")
         self._building: Future[EventTable] | None = None
-        self._seen: tuple[Cluster, tuple[Job, ...], tuple[int, ...]] | None = None
+        self._seen: tuple[Cluster, tuple[Job, ...], tuple[int, ...], Job | None] | None = None
 
     def __call__(self, view: ClusterView, now: float) -> Allocation:
         """Decide, and see to it that the next events are being planned."""
@@ -87,14 +90,17 @@ class Foresight:
             else held.get(demand.holder, 0)
             for demand in view.demands
         }
+        self._arrivals.note((demand for demand in view.demands if demand.kind != EVALUATION), held)
         if slots <= 0 or faulted or self._building is not None:
             return  # while something is being healed, what comes next is not the next event of this state
         jobs = training_jobs(view, held, {})
         nodes = node_capacities(view)
-        state = (cluster_of(slots, jobs, self._planner.settings), jobs, nodes)
+        likeliest = self._arrivals.likeliest(typical_rate(view.demands))
+        cluster = cluster_of(slots, jobs, self._planner.settings)
+        state = (cluster, jobs, nodes, likeliest)
         if state != self._seen and 0 < len(jobs) <= MOST_JOBS:
             self._seen = state
-            self._building = self._thread.submit(build, *state[:2], _shared_nodes(view), capacities=nodes)
+            self._building = self._thread.submit(build, cluster, jobs, _shared_nodes(view), likeliest, nodes)
 
 
 def _shared_nodes(view: ClusterView) -> list[frozenset[str]]:

@@ -87,6 +87,33 @@ def test_answers_at_scale_equal_solving_from_scratch() -> None:
         assert table.answer(cluster, jobs, event) == decide(after, then, event.trigger)
 
 
+@pytest.mark.parametrize("block", range(4))
+def test_a_job_like_the_expected_one_is_foreseen_under_any_name(block: int) -> None:
+    """Whatever its name and its place in the list, the plan, prices and words are those of solving from scratch."""
+    asked = answers = bounded = 0
+    for number in range(60):
+        rng = random.Random(f"arrival/{block}/{number}")
+        cluster, jobs, capacities = damaged_case(rng)
+        _, others, _ = damaged_case(rng)
+        candidate = replace(rng.choice((*jobs, *others)), name="newcomer", workers=0, faulted=False)
+        table = build(cluster, jobs, (), candidate, capacities)
+        for name in ("!", f"{rng.choice(jobs).name}~", "zz"):
+            place = rng.randrange(len(jobs) + 1)
+            then = (*jobs[:place], replace(candidate, name=name), *jobs[place:])
+            most = ceilings(capacities, [job.group for job in then])
+            found = table.answer_for_state(cluster, then, most)
+            asked += 1
+            if found is not None:
+                answers += 1
+                bounded += bool(most)
+                assert found == decide(cluster, then, most=most), (block, number, name)
+            assert table.answer_for_state(cluster, (replace(then[place], weight=77.0),), most) is None
+            changed_jobs = (*then[:place], replace(then[place], weight=77.0), *then[place + 1 :])
+            assert table.answer_for_state(cluster, changed_jobs, most) is None
+    assert answers > asked / 2
+    assert bounded > 20
+
+
 def test_every_kind_of_event_is_foreseen() -> None:
     cluster, jobs = large_case(6, 512, 6, 8, seed=2)
     running = {job.name for job in jobs if job.workers}

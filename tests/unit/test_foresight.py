@@ -10,7 +10,8 @@ import pytest
 
 from planner.allocation import ClusterView, NodeView
 from planner.allocator_settings import SETTINGS_FILE, SettingsWatch, read_settings
-from planner.cost_aware import CostAware, CostSettings
+from planner.arrivals import Arrivals
+from planner.cost_aware import CostAware, CostSettings, held_slots, training_jobs
 from planner.demand import Demand
 from planner.errors import BadInputError
 from planner.foresight import Foresight
@@ -49,6 +50,47 @@ def test_the_next_event_is_answered_from_the_table_as_by_solving() -> None:
         assert first.decision.plan.assignments == {"job:a": 2, "job:b": 2}
     finally:
         foresight.close()
+
+
+def test_a_job_like_the_last_one_that_came_is_answered_from_the_table() -> None:
+    foresight = Foresight(CostSettings(gpus_per_node=1))
+    try:
+        foresight(view(demand("a"), leases=()), 0.0)
+        running = RUNNING[:2]
+        foresight._thread.submit(lambda: None).result(timeout=60)
+        foresight(view(demand("a", throughput={2: 1.7e9}), leases=running), 1.0)
+        foresight._thread.submit(lambda: None).result(timeout=60)
+        table = foresight.table
+        assert table is not None
+        came = view(demand("a", throughput={2: 1.7e9}), demand("b"), leases=running)
+        jobs = training_jobs(came, held_slots(came), {})
+        found = table.answer_for_state(table.cluster, jobs)
+        assert found is not None
+        assert (
+            found.plan == CostAware(CostSettings(gpus_per_node=1))(came, 4).plan == foresight(came, 2.0).decision.plan
+        )
+        assert found.plan.assignments["job:b"] > 0
+    finally:
+        foresight.close()
+
+
+def test_the_likeliest_arrival_is_the_commonest_and_the_newest_in_a_tie() -> None:
+    arrivals = Arrivals()
+    assert arrivals.likeliest(1.0) is None
+    arrivals.note([demand("old")], {"job:old": 2})
+    assert arrivals.likeliest(1.0) is None, "it was there before"
+    small, large = demand("s", weight=1.0), demand("l", weight=9.0)
+    arrivals.note([demand("old"), small], {})
+    arrivals.note([demand("old"), small, large], {"job:s": 1})
+    newest = arrivals.likeliest(1.0)
+    assert newest is not None
+    assert newest.weight == 9.0
+    arrivals.note([demand("old"), large, dataclasses.replace(small, holder="job:s2")], {})
+    commonest = arrivals.likeliest(1.0)
+    assert commonest is not None
+    assert (commonest.weight, commonest.workers) == (1.0, 0)
+    arrivals.note([demand("other", faulted=True)], {})
+    assert arrivals.likeliest(1.0) == commonest, "a job that heals did not come now"
 
 
 def test_a_job_that_lost_its_leases_is_priced_at_what_it_had() -> None:
