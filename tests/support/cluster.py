@@ -171,7 +171,7 @@ class Cluster:
         return {rank["rank"]: rank["pid"] for rank in self.record(job)["ranks"] if not rank["gone"]}
 
     def kept(self, job: str = "") -> dict[int, tuple[list[int], float]]:
-        """Step → (sample ids, loss) of steps that stand in both files; of a step that stands twice the last line counts.
+        """Step → (sample ids, loss) of steps that stand in both files; a step that stands twice has its last lines.
 
         A job that still trains writes between the two readings, so that the file read last may be a step ahead.
         """
