@@ -2,6 +2,9 @@
 
 Source: Acme, section 6.1 (real-time log compression by filter rules); Drain, ICWS'17, through the ``drain3`` package.
 A job teaches its like: templates that a healthy run repeated become filters for later runs of the same name.
+
+Progress lines are routine by their words, and two kinds are not by what they say: those of a loss that left its band
+for good, and the last one where the log goes on without an end, which is where the run stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from drain3.template_miner_config import TemplateMinerConfig
 from planner.errors import BadInputError
 from planner.files import write_json
 from planner.loading import Settings, validate
-from pretrain.diagnosis.kinds import is_alarming
+from pretrain.diagnosis.kinds import is_alarming, judge
+from pretrain.diagnosis.progress import Course, Progress, parse
 from pretrain.diagnosis.reading import LogLine, all_lines
 
 HERE = Path(__file__).parent
@@ -127,7 +131,10 @@ def _miner() -> TemplateMiner:
 
 
 class Compressor:
-    """Compresses one log; ``known`` are templates that earlier healthy runs of the same job taught."""
+    """Compresses one log; ``known`` are templates that earlier healthy runs of the same job taught.
+
+    Feed it all lines in order, then :meth:`finish` it.
+    """
 
     _VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
@@ -137,24 +144,62 @@ class Compressor:
         self._verdicts: dict[str, bool] = {}
         self._miner = _miner()
         self._by_cluster: dict[int, Template] = {}
+        self._course = Course()
+        self._aside: list[LogLine] = []
+        """Progress lines outside the band, until that turns out to last."""
+        self._last_progress: LogLine | None = None
+        self._last_number = 0
         self.result = Compressed()
 
     def feed(self, line: LogLine) -> None:
         """Take in one line of the log, in order."""
         self.result.lines += 1
+        self._last_number = line.number
         key = self._VARIABLE.sub("0", line.text)
         routine = self._verdicts.get(key)
         if routine is None:
             if len(self._verdicts) > 50_000:
                 self._verdicts.clear()
             routine = self._verdicts[key] = self._is_routine(line.text, key)
-        if routine:
-            self.result.dropped += 1
+        if not routine:
+            self._group(line)
             return
-        self._group(line)
+        self.result.dropped += 1
+        progress = parse(line)
+        if progress is not None:
+            self._advance(line, progress)
+        elif self._last_progress is not None and judge(line.text).good_end:
+            self._last_progress = None
+
+    def finish(self) -> Compressed:
+        """What is left, in the log's order."""
+        if self._last_progress is not None and self._last_progress.number != self._last_number:
+            self._keep([self._last_progress])
+        self._last_progress = None
+        self.result.templates.sort(key=lambda item: item.first.number)
+        return self.result
+
+    def _advance(self, line: LogLine, progress: Progress) -> None:
+        self._course.feed(progress)
+        self._last_progress = line
+        if not self._course.outside:
+            self._aside.clear()
+            return
+        self._aside.append(line)
+        if self._course.spike():
+            self._keep(self._aside)
+            self._aside.clear()
+            self._last_progress = None
+
+    def _keep(self, lines: Sequence[LogLine]) -> None:
+        """Take lines back in that went as routine."""
+        for line in lines:
+            self.result.dropped -= 1
+            self._group(line)
 
     def _is_routine(self, text: str, key: str) -> bool:
-        if is_alarming(text):
+        kind = judge(text)
+        if kind.is_evidence and not kind.dismissed:
             return False
         bare = _LABEL.sub("", text)
         return key in self._known or any(item.drops(bare) for item in self._filters)
@@ -176,7 +221,7 @@ def compress(path: Path, known: Iterable[str] = ()) -> Compressed:
     compressor = Compressor(known)
     for line in all_lines(path):
         compressor.feed(line)
-    return compressor.result
+    return compressor.finish()
 
 
 class JobMemory:

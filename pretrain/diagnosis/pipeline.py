@@ -42,15 +42,17 @@ def diagnose(path: Path, folder: Path | None = None) -> Verdict:
 def _open_question(path: Path, verdict: Verdict, folder: Path | None) -> Verdict:
     from pretrain.diagnosis.compression import compress
     from pretrain.diagnosis.kinds import is_echo
+    from pretrain.diagnosis.progress import parse
     from pretrain.diagnosis.retrieval import IncidentMemory, look_up, shipped_incidents
 
     compressed = compress(path)
-    telling = "\n".join(item.first.text for item in compressed.templates if not is_echo(item.first.text))
+    firsts = [item.first for item in compressed.templates]
+    telling = [line for line in firsts if not is_echo(line.text) and parse(line) is None]
     incidents = IncidentMemory(folder).all() if folder is not None else list(shipped_incidents())
-    found = look_up(telling, incidents)
+    found = look_up("\n".join(line.text for line in telling), incidents)
     if found.root is not None:
-        lines = [item.first.number for item in compressed.templates if not is_echo(item.first.text)]
-        return _informing(verdict, found.root, found.confidence, lines[:3], "retrieval")
+        lines = [line.number for line in telling[:3]]
+        return _informing(verdict, found.root, found.confidence, lines, "retrieval")
     return _by_model(compressed, verdict, folder)
 
 

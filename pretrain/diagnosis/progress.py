@@ -160,6 +160,11 @@ class Course:
             self._limit, self._since_limit = middle + max(BAND * spread, LEAST_RISE * abs(middle)), 0
         return self._limit
 
+    @property
+    def outside(self) -> list[Progress]:
+        """Progress lines since the loss left its band; empty as soon as one is inside again."""
+        return self._outside
+
     def spike(self) -> list[Progress]:
         """Progress lines since the loss left its band for good; empty if it did not, or came back."""
         return self._outside if len(self._outside) >= LASTING else []

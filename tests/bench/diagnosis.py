@@ -55,11 +55,12 @@ def _answers() -> list[Figure]:
         if label["root"] == "none":
             gone.append(_gone(CORPUS / label["file"]))
     figures += _scored("labelled logs", rows)
-    kept = sum(_root_lines_kept(CORPUS / json.loads(line)["file"], json.loads(line)["evidence"])
+    lost = sum(_root_lines_dropped(CORPUS / json.loads(line)["file"], json.loads(line)["evidence"])
                for line in (CORPUS / "labels.jsonl").read_text().splitlines())  # fmt: skip
-    figures.append(Figure(name="root lines that compression dropped", value=kept, unit="", bar="0", reached=kept == 0))
+    figures.append(Figure(name="root lines that compression dropped", value=lost, unit="", bar="0", reached=lost == 0))
     low = min(gone)
-    return [*figures, Figure(name="short healthy logs: lines gone", value=100 * low, unit="%", note="worst of three")]
+    return [*figures, Figure(name="short healthy logs: lines gone", value=100 * low, unit="%", bar="at least 99",
+                             reached=low >= 0.99, note=f"worst of {len(gone)}")]  # fmt: skip
 
 
 def _scored(name: str, rows: list[tuple]) -> list[Figure]:  # type: ignore[type-arg]
@@ -86,17 +87,23 @@ def _gone(path: Path) -> float:
     return compress(path).gone
 
 
-def _root_lines_kept(path: Path, evidence: list[int]) -> int:
+def _root_lines_dropped(path: Path, evidence: list[int]) -> int:
     """How many of the labelled root lines of one log are dropped as routine."""
     from pretrain.diagnosis.compression import Compressor
-    from pretrain.diagnosis.reading import all_lines
+    from pretrain.diagnosis.reading import LogLine, all_lines
 
-    compressor, dropped = Compressor(), 0
+    kept: set[int] = set()
+
+    class Watched(Compressor):
+        def _group(self, line: LogLine) -> None:
+            kept.add(line.number)
+            super()._group(line)
+
+    compressor = Watched()
     for line in all_lines(path):
-        before = compressor.result.dropped
         compressor.feed(line)
-        dropped += compressor.result.dropped > before and line.number in evidence
-    return dropped if len(evidence) else 0
+    compressor.finish()
+    return len(set(evidence) - kept)
 
 
 # --------------------------------------------------------------------------------------------------- speed

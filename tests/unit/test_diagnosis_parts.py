@@ -86,12 +86,32 @@ def test_rules_must_pass_their_own_examples(tmp_path: Path) -> None:
 def test_a_healthy_log_is_nearly_nothing(tmp_path: Path) -> None:
     log = Log("none")
     healthy(log, 2000, random.Random(1))
+    log.add("exiting program after 1379.2 minutes")
     path = tmp_path / "ok.log"
     path.write_text(log.text())
     compressed = compress(path)
     assert compressed.lines == len(log.lines)
     assert compressed.gone >= 0.99
     assert compressed.templates == []
+
+
+def test_progress_lines_stay_where_the_loss_leaves_its_band_and_where_a_run_stopped(tmp_path: Path) -> None:
+    log = Log("none")
+    healthy(log, 60, random.Random(2))
+    log.add("[gpumon host-01] util=100% temp=50C power=120W xid=none")
+    usual = log.text().splitlines()
+    last = max(number for number, line in enumerate(usual, 1) if "lm loss" in line)
+    path = tmp_path / "stopped.log"
+    path.write_text("\n".join(usual) + "\n")
+    stopped = compress(path)
+    assert [item.first.number for item in stopped.templates] == [last], "where it stopped"
+    spiked = [re.sub(r"lm loss: \S+", "lm loss: 9.9E+00", usual[last - 1])] * 4
+    path.write_text("\n".join([*usual, *spiked]) + "\n")
+    kept = compress(path)
+    assert sum(item.count for item in kept.templates) == 4
+    assert kept.templates[0].first.number == len(usual) + 1
+    path.write_text("\n".join([*usual, *spiked[:1], usual[last - 1], "exiting program after 9 minutes"]) + "\n")
+    assert compress(path).templates == [], "one hard batch came back"
 
 
 def test_no_alarming_line_is_ever_dropped(tmp_path: Path) -> None:
