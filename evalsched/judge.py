@@ -169,6 +169,11 @@ class Judge:
         self.asked = 0
         self.from_cache = 0
 
+    def close(self) -> None:
+        """Close the connections to the endpoint."""
+        if self._client is not None:
+            self._client.close()
+
     def key(self, prompt: str) -> str:
         """What a verdict is remembered under."""
         return digest_of([self.settings.model, self.settings.max_tokens, prompt])
@@ -345,6 +350,7 @@ class Session:
         """Write the summary that the report shows."""
         if self._judge is not None:
             judge, fresh = self._judge, read_verdicts(self._fresh)
+            judge.close()
             answers = sum(facts["answers"] for facts in self._notes.values())
             found = {
                 "tasks": self._notes, "asked": len(fresh), "from_cache": max(0, answers - len(fresh)),

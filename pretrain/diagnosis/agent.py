@@ -126,6 +126,22 @@ def question(log: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": json.dumps({"log": log})}]
 
 
+def answer_shape() -> dict[str, Any]:
+    """The JSON schema of an answer, for endpoints that hold a model to one."""
+    roots = sorted(name for name in classes() if name != "none")
+    text = {"type": "string"}
+    rule = {"type": "object", "properties": {"name": text, "pattern": text, "root": {"enum": roots}},
+            "required": ["name", "pattern", "root"], "additionalProperties": False}  # fmt: skip
+    fields = {
+        "root": {"enum": roots},
+        "fault": {"enum": ["infrastructure", "framework", "script"]},
+        "evidence": {"type": "array", "items": {"type": "integer"}},
+        "remedy": text,
+        "rule": {"anyOf": [rule, {"type": "null"}]},
+    }
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
 def accept(text: str, citable: frozenset[int]) -> tuple[Answer | None, str]:
     """A usable answer, or None and why it is thrown away."""
     start, end = text.find("{"), text.rfind("}")
@@ -169,32 +185,49 @@ def ask(settings: AgentSettings, compressed: Compressed) -> Opinion:
     """
     import openai
 
-    client = openai.OpenAI(
-        base_url=settings.base_url, api_key=os.environ.get(settings.api_key_env, "none"),
-        timeout=settings.timeout_seconds, max_retries=1,
-    )  # fmt: skip
     log, citable = present(compressed, settings.budget_characters)
+    shapes: list[dict[str, Any]] = [
+        {"type": "json_schema", "json_schema": {"name": "answer", "schema": answer_shape(), "strict": True}},
+        {"type": "json_object"},
+    ]
     answers: list[Answer] = []
     thrown: list[str] = []
     failures = 0
-    for number in range(settings.votes):
-        try:
-            reply = client.chat.completions.create(  # type: ignore[call-overload]  # plain dicts
-                model=settings.model, messages=question(log), temperature=settings.temperature,
-                max_tokens=settings.max_tokens, seed=number, response_format={"type": "json_object"},
-            )  # fmt: skip
-        except openai.OpenAIError as error:
-            failures += 1
-            thrown.append(f"{type(error).__name__}: {str(error)[:120]}")
-            continue
-        answer, why = accept(reply.choices[0].message.content or "", citable)
-        if answer is None:
-            thrown.append(why)
-        else:
-            answers.append(answer)
+    key = os.environ.get(settings.api_key_env, "none")
+    with openai.OpenAI(
+        base_url=settings.base_url, api_key=key, timeout=settings.timeout_seconds, max_retries=1
+    ) as client:
+        for number in range(settings.votes):
+            try:
+                answer, why = accept(_one_answer(client, settings, log, number, shapes), citable)
+            except openai.OpenAIError as error:
+                failures += 1
+                answer, why = None, f"{type(error).__name__}: {str(error)[:120]}"
+            if answer is None:
+                thrown.append(why)
+            else:
+                answers.append(answer)
     if failures == settings.votes:
         raise MissingServiceError(f"{settings.base_url}: no answer from the model endpoint ({thrown[-1]})")
     return vote(answers, settings.votes, thrown)
+
+
+def _one_answer(client: Any, settings: AgentSettings, log: str, seed: int, shapes: list[dict[str, Any]]) -> str:
+    """The text of one answer, in the strictest shape that the endpoint knows; what it refuses is not tried again."""
+    import openai
+
+    while True:
+        try:
+            reply = client.chat.completions.create(
+                model=settings.model, messages=question(log), temperature=settings.temperature,
+                max_tokens=settings.max_tokens, seed=seed, response_format=shapes[0],
+            )  # fmt: skip
+        except (openai.BadRequestError, openai.UnprocessableEntityError):
+            if len(shapes) == 1:
+                raise
+            del shapes[0]
+        else:
+            return reply.choices[0].message.content or ""
 
 
 def examine(proposal: ProposedRule, cited: Sequence[str]) -> tuple[Rule | None, str]:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +24,11 @@ from evalsched.runs import RunSpec
 from evalsched.types import EvalSettings
 from planner.auth import new_secret
 from planner.events import Action
-from planner.redis_server import free_port, start_redis
+from planner.redis_server import start_redis
 from planner.store import ClusterStore
 from tests.bench.figures import Figure
 from tests.support.fleet_chaos import chaos
+from tests.support.llm_server import MODEL, llm_server
 from tests.support.lm_tasks import write_tasks
 from tests.support.redis import await_that, end_server
 from tests.support.scheduler_cluster import Coordinator, cluster, training
@@ -230,28 +230,15 @@ def _predictions(shards: list[Observation]) -> list[Figure]:
 
 def _judge(folder: Path, quick: bool) -> list[Figure]:
     """vLLM's own OpenAI-compatible server with a 135 M model judges answers; the second time nobody is asked."""
-    port, log = free_port(), folder / "server.log"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm()), "--port", str(port),
-        "--host", "127.0.0.1", "--served-model-name", "judge", "--enforce-eager", "--max-model-len", "1024",
-    ]  # fmt: skip
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as stream:
-        server = subprocess.Popen(command, env=os.environ | own, stdout=stream, stderr=stream, start_new_session=True)
     task = JudgeTask("kindness", "Rate how kind this is, from [[1]] to [[10]]: {question} {answer}", low=1, high=10)
     docs = [{"question": f"Question {number}?"} for number in range(4 if quick else 12)]
-    os.environ["PLANARIA_JUDGE_URL"], os.environ["PLANARIA_JUDGE_MODEL"] = f"http://127.0.0.1:{port}/v1", "judge"
-    try:
-        await_that(lambda: _listens(port) or server.poll() is not None, PATIENCE)
-        assert server.poll() is None, log.read_text(errors="replace")[-2000:]
-        found = []
+    found = []
+    with llm_server(folder, 1024) as url:
+        os.environ["PLANARIA_JUDGE_URL"], os.environ["PLANARIA_JUDGE_MODEL"] = url, MODEL
         for _ in range(2):
             with judging(folder, None) as session:
                 task.filter([["Have a nice day."]] * len(docs), docs)
             found.append(session.judge)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
     first, again = found
     return [
         Figure(name=f"verdicts of a real vLLM server (SmolLM2-135M), of {len(docs)}", value=first.asked, unit="",
@@ -259,14 +246,6 @@ def _judge(folder: Path, quick: bool) -> list[Figure]:
         Figure(name="asked again when the same answers are scored again", value=again.asked, unit="", bar="0",
                reached=again.asked == 0),
     ]  # fmt: skip
-
-
-def _listens(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 # ---------------------------------------------------------------- a thousand random kills

@@ -254,7 +254,7 @@ class Scripted(BaseHTTPRequestHandler):
             {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}]}  # fmt: skip
         raw = json.dumps(reply).encode()
         with contextlib.suppress(OSError):
-            self.send_response(200 if text != "broken" else 500)
+            self.send_response({"broken": 500, "refused": 400}.get(text, 200))
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(raw)))
             self.end_headers()
@@ -300,6 +300,20 @@ def test_a_model_is_asked_several_times_and_only_informs(
     assert (entry["accepted"], entry["rule"]["pattern"]) == (False, rule["pattern"])
     Scripted.script = ['{"root": "ecc_error", "evidence": [1]}', "broken", "no idea"]
     assert diagnose(path, tmp_path).root == "unknown", "a line that is not there, an error, no JSON"
+
+
+def test_an_endpoint_that_knows_no_schemas_is_asked_for_any_json(scripted: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("strange event alpha\n")
+    good = json.dumps({"root": "disk_full", "evidence": [1]})
+    Scripted.script = ["refused", good, good]
+    opinion = ask(AgentSettings(base_url=scripted, model="small", votes=2), compress(path))
+    assert (opinion.root, opinion.confidence, opinion.thrown_away) == ("disk_full", 1.0, ())
+    shapes = [body["response_format"]["type"] for body in Scripted.asked]  # type: ignore[index]
+    assert shapes == ["json_schema", "json_object", "json_object"]
+    Scripted.script, Scripted.asked = ["refused"], Scripted.asked[:0]
+    with pytest.raises(MissingServiceError, match="BadRequestError"):
+        ask(AgentSettings(base_url=scripted, model="small", votes=1), compress(path))
 
 
 def test_a_server_that_does_not_answer_in_time_is_said_and_costs_nothing_more(scripted: str, tmp_path: Path) -> None:
