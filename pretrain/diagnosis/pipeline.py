@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.errors import MissingServiceError
 from pretrain.diagnosis.reading import LogReader
 from pretrain.diagnosis.root import Collector, Verdict, decide
 from pretrain.diagnosis.rules import Rule, classes
+
+if TYPE_CHECKING:
+    from pretrain.diagnosis.retrieval import Incident, Retrieved
 
 
 def collect(path: Path, extra_rules: Sequence[Rule] = ()) -> Collector:
@@ -43,17 +47,32 @@ def _open_question(path: Path, verdict: Verdict, folder: Path | None) -> Verdict
     from pretrain.diagnosis.compression import compress
     from pretrain.diagnosis.kinds import is_echo
     from pretrain.diagnosis.progress import parse
-    from pretrain.diagnosis.retrieval import IncidentMemory, look_up, shipped_incidents
+    from pretrain.diagnosis.retrieval import IncidentMemory, shipped_incidents
 
     compressed = compress(path)
     firsts = [item.first for item in compressed.templates]
     telling = [line for line in firsts if not is_echo(line.text) and parse(line) is None]
     incidents = IncidentMemory(folder).all() if folder is not None else list(shipped_incidents())
-    found = look_up("\n".join(line.text for line in telling), incidents)
+    found, note = _neighbours("\n".join(line.text for line in telling), incidents)
+    verdict = replace(verdict, explanation=verdict.explanation + note)
     if found.root is not None:
         lines = [line.number for line in telling[:3]]
         return _informing(verdict, found.root, found.confidence, lines, "retrieval")
     return _by_model(compressed, verdict, folder)
+
+
+def _neighbours(text: str, incidents: Sequence[Incident]) -> tuple[Retrieved, str]:
+    """What retrieval finds, by embeddings where they are configured and there; and a note where they are not there."""
+    from pretrain.diagnosis.embeddings import EmbeddingSettings, embed
+    from pretrain.diagnosis.retrieval import look_up
+
+    settings = EmbeddingSettings.from_environment()
+    if settings is None:
+        return look_up(text, incidents), ""
+    try:
+        return look_up(text, incidents, embed=lambda texts: embed(settings, texts)), ""
+    except MissingServiceError as error:
+        return look_up(text, incidents), f"; compared by words, not by embeddings: {error}"
 
 
 def _by_model(compressed: object, verdict: Verdict, folder: Path | None) -> Verdict:

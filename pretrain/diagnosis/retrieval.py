@@ -1,7 +1,10 @@
 """Retrieval: a log that no rule explains is compared with incidents that were diagnosed before.
 
 Source: Acme, section 6.1 (compressed log looked up in a vector store). The embedded default is TF-IDF from
-scikit-learn over words and word pairs; below a threshold the answer is "unknown", which is an answer too.
+scikit-learn over words and word pairs; below a threshold the answer is "unknown", which is an answer too. Where an
+endpoint for embeddings is configured (:mod:`pretrain.diagnosis.embeddings`) its vectors are compared instead. Any two
+texts are alike to such a model, so what all incidents have in common (their mean) is taken off first: what is left
+is near 0 for a log that is like none of them, and the same threshold holds (unverified with models of size).
 """
 
 from __future__ import annotations
@@ -129,5 +132,9 @@ def _by_embedding(text: str, incidents: Sequence[Incident], embed: Embedder) -> 
     norms = np.linalg.norm(vectors, axis=1)
     norms[norms == 0] = 1.0
     unit = vectors / norms[:, None]
+    unit -= unit[:-1].mean(axis=0)
+    norms = np.linalg.norm(unit, axis=1)
+    norms[norms == 0] = 1.0
+    unit /= norms[:, None]
     scores: Sequence[float] = (unit[:-1] @ unit[-1]).tolist()
     return scores

@@ -159,6 +159,28 @@ def test_embeddings_replace_tfidf() -> None:
     vectors = {"a": [1.0, 0.0], "b": [0.0, 1.0], "asked": [0.1, 0.9]}
     found = look_up("asked", incidents, embed=lambda texts: [vectors[text] for text in texts])
     assert found.root == "disk_full"
+    alike = {"a": [1.0, 0.0, 9.0], "b": [0.0, 1.0, 9.0], "asked": [0.1, 0.9, 9.0], "else": [0.5, 0.5, 9.0]}
+    assert look_up("asked", incidents, embed=lambda texts: [alike[text] for text in texts]).root == "disk_full"
+    assert look_up("else", incidents, embed=lambda texts: [alike[text] for text in texts]).root is None
+
+
+def test_embeddings_come_from_an_endpoint_where_one_is_configured(
+    scripted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.log"
+    path.write_text("error: the frobnicator of bay seven went up in smoke\n  exitcode  : 1 (pid: 77)\n")
+    assert diagnose(path).root == "unknown"
+    monkeypatch.setenv("PLANARIA_EMBEDDING_URL", scripted)
+    monkeypatch.setenv("PLANARIA_EMBEDDING_MODEL", "small")
+    IncidentMemory(tmp_path).add(Incident(root="nvlink_error", text="bay seven burns"))
+    Scripted.script = ["embed seven"]
+    verdict = diagnose(path, tmp_path)
+    assert (verdict.root, verdict.method) == ("nvlink_error", "retrieval")
+    assert all(len(body["input"]) <= 64 for body in Scripted.asked)  # type: ignore[arg-type]
+    Scripted.script = ["broken"]
+    verdict = diagnose(path)
+    assert verdict.root == "unknown"
+    assert "compared by words, not by embeddings" in verdict.explanation
 
 
 def test_an_unexplained_log_is_answered_by_its_neighbours_and_never_with_stop(tmp_path: Path) -> None:
@@ -248,13 +270,30 @@ class Scripted(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append(body)
         text = self.script[(len(self.asked) - 1) % len(self.script)]
+        if text.startswith("embed "):
+            self.answer(200, self.embeddings(body, text.removeprefix("embed ")))
+            return
         if not text:
             time.sleep(1.0)  # longer than the client waits
         reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [
             {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}]}  # fmt: skip
+        self.answer({"broken": 500, "refused": 400}.get(text, 200), reply)
+
+    @staticmethod
+    def embeddings(body: dict[str, object], word: str) -> dict[str, object]:
+        """Texts with the word look one way, all others another."""
+        texts = body["input"]
+        assert isinstance(texts, list)
+        data = [{"object": "embedding", "index": index, "embedding": [1.0, 0.0] if word in text else [0.1, 1.0]}
+                for index, text in enumerate(texts)]  # fmt: skip
+        return {"object": "list", "model": body["model"], "data": data[::-1],
+                "usage": {"prompt_tokens": 1, "total_tokens": 1}}  # fmt: skip
+
+    def answer(self, status: int, reply: dict[str, object]) -> None:
+        """Send JSON."""
         raw = json.dumps(reply).encode()
         with contextlib.suppress(OSError):
-            self.send_response({"broken": 500, "refused": 400}.get(text, 200))
+            self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(raw)))
             self.end_headers()
