@@ -111,7 +111,7 @@ class Resident:
         return staged
 
     def _start(self, folder: Path, settings: EngineSettings) -> None:
-        if self._engine is not None:
+        if self.starts:
             raise NewProcessNeededError(f"{folder}: it needs an engine of its own, so this worker starts anew")
         with _loading:
             self._engine = VllmEngine(folder, settings)
@@ -119,7 +119,7 @@ class Resident:
 
 
 class NewProcessNeededError(EngineError):
-    """Another architecture: vLLM's device state cannot be rebuilt in this process."""
+    """Another architecture, or an engine that failed: vLLM's device state cannot be rebuilt in this process."""
 
 
 __all__ = ["BadInputError", "NewProcessNeededError", "Resident", "preload"]

@@ -274,10 +274,17 @@ class InferWorker(Worker):
 
     def warm(self, raw: Any) -> None:
         """Load a model, so that the first shard finds it."""
+        from evalsched.engine import EngineError
+
         message = self._parse(raw, Warm)
-        if message is not None and not self.stopping.is_set():
-            with contextlib.suppress(PlanariaError):  # the shard that comes next says what is wrong, and is counted
-                self._load(message)
+        if message is None or self.stopping.is_set():
+            return
+        try:
+            self._load(message)
+        except EngineError as error:  # the next worker is asked with a shard, and its failure is counted
+            self.leave(f"its engine failed: {one_line(error)}", ExitCode.FAILED)
+        except PlanariaError as error:  # the shard that comes next says what is wrong, and is counted
+            log.warning("action=warm reason=%s", one_line(error))
 
     def _load(self, message: RunShard | Warm) -> float:
         started = time.monotonic()
