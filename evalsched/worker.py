@@ -7,7 +7,6 @@ gives the lease back and ends by ``os._exit``: Celery's own shutdown takes secon
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
