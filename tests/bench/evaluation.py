@@ -44,11 +44,12 @@ class Bench:
     name: str
     small: Path
     """Task files with few documents."""
+    mixed: Path
+    """The same with more, for eight tasks at once."""
     large: Path
-    """The same with many."""
+    """The same with many, for one task."""
 
-    def settings(self, tasks: Sequence[str], *, large: bool = False) -> EvalSettings:
-        folder = self.large if large else self.small
+    def settings(self, tasks: Sequence[str], folder: Path) -> EvalSettings:
         return EvalSettings(tasks=tuple(tasks), include_path=(str(folder),), exact=True)
 
 
@@ -60,7 +61,8 @@ def measure(quick: bool) -> list[Figure]:
     bench = Bench(
         folder=folder, model=model, name="SmolLM2-135M" if real else "the demo's model",
         small=write_tasks(folder / "small", documents=5 if real else 24),
-        large=write_tasks(folder / "large", documents=40 if real else 1200),
+        mixed=write_tasks(folder / "mixed", documents=40 if real else 1200),
+        large=write_tasks(folder / "large", documents=200 if real else 1200),
     )  # fmt: skip
     try:
         return [*_one_task(bench), *_killed(bench), *_eight_tasks(bench), *_swap(bench)]
@@ -162,7 +164,7 @@ def _ratio(name: str, ours: Spent, other: Spent, bar: float) -> Figure:
 
 
 def _one_task(bench: Bench) -> list[Figure]:
-    settings = bench.settings([LARGE], large=True)
+    settings = bench.settings([LARGE], bench.large)
     stock, results = _stock(bench, "large", settings)
     cold = _ours(bench, settings, cache="one", output="one-cold")
     warm = _ours(bench, settings, cache="one", output="one-warm")
@@ -191,7 +193,7 @@ def _bookkeeping(name: str, run: Run) -> Figure:
 
 def _killed(bench: Bench) -> list[Figure]:
     """The command is killed when half of its requests are answered, and run again."""
-    settings = bench.settings([LARGE], large=True)
+    settings = bench.settings([LARGE], bench.large)
     full = _ours(bench, settings, cache="kill", output="kill-full")
     output = bench.folder / "kill-half"
     process = subprocess.Popen(
@@ -228,7 +230,7 @@ def _answered(output: Path) -> int:
 
 
 def _eight_tasks(bench: Bench) -> list[Figure]:
-    settings = bench.settings(EIGHT)
+    settings = bench.settings(EIGHT, bench.small)
     stock = Spent(wall=0.0, cpu=0.0)
     results: dict[str, Any] = {}
     for task in EIGHT:
@@ -240,7 +242,7 @@ def _eight_tasks(bench: Bench) -> list[Figure]:
     assert again.result["requests_run"] == 0
     for run in (cold, again, warm):
         _same(run, results)
-    mix = _ours(bench, bench.settings(EIGHT, large=True), cache="mix", output="mix")
+    mix = _ours(bench, bench.settings(EIGHT, bench.mixed), cache="mix", output="mix")
     return [
         _ratio(f"eight tasks, {bench.name}: one worker against a process per task (cold)", cold.spent, stock, 0.5),
         _ratio(f"eight tasks, {bench.name}: one worker against a process per task (warm)", warm.spent, stock, 0.5),
