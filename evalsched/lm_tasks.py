@@ -24,6 +24,7 @@ from lm_eval.tasks._index import Entry, Kind, TaskIndex
 from evalsched import code_eval, offline_data
 from evalsched.benchmarks import how_to_prepare, prepared_folder, shipped_folder
 from evalsched.digests import cache_folder
+from evalsched.task_names import lm_eval_names
 from evalsched.types import EvalSettings
 from planner.errors import BadInputError, PlanariaError, one_line
 from planner.files import write_json
@@ -161,10 +162,11 @@ def default_tasks() -> dict[str, str]:
 
 
 def _refuse_unknown(names: Sequence[str], ours: Sequence[str]) -> None:
-    """Say at once that a name is nowhere (patterns and files are looked at later)."""
+    """Say at once that a name is nowhere (patterns and files are looked at later); lm-eval's index is not needed."""
+    theirs = lm_eval_names() or set()
     for name in names:
-        if name not in default_tasks() and not any(c in name for c in "*?[") and not Path(name).is_file():
-            _unknown(name, [*ours, *default_tasks()])
+        if name not in theirs and not any(c in name for c in "*?[") and not Path(name).is_file():
+            _unknown(name, [*ours, *sorted(theirs)])
 
 
 def _unknown(name: str, known: Sequence[str]) -> NoReturn:
