@@ -103,7 +103,7 @@ def _check_probe(engine: VllmEngine) -> None:
 
 def _probe_tokens(engine: VllmEngine) -> list[int]:
     tokens = [engine.encoder.prefix_token, *engine.encoder.tokens(PROBE, special=False)]
-    return tokens[: min(16, engine.window.max_length - 1)]
+    return tokens[: min(8, engine.window.max_length - 1)]
 
 
 def reference_logprob(facts: ModelFacts, tokens: Sequence[int], dtype: str) -> float:

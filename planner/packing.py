@@ -226,7 +226,8 @@ def assign(runs: Sequence[RunView], workers: Sequence[WorkerView], now: float, d
     while open_workers:
         slot = min((desk.slots[name] for name in open_workers), key=lambda one: (one.count, one.load, one.name))
         found = _best(runs, desk, slot)
-        if found is None:
+        if found is None or (slot.count and found[1].attempts):
+            # What a dead worker had begun waits behind nothing: whoever is idle first takes it, often the successor.
             open_workers.discard(slot.name)
             continue
         run, shard = found
@@ -253,9 +254,10 @@ def _desk(runs: Sequence[RunView], workers: Sequence[WorkerView], now: float) ->
     return _Desk(now, slots, pending, sum(one.seconds for shards in pending.values() for one in shards))
 
 
-def _order(shard: PendingShard) -> tuple[bool, float, float, str]:
-    """What was at a worker before goes first: it has waited already. Then long metrics, then long shards."""
-    return (not shard.returned, -tail_rank(shard.tail), -shard.seconds, shard.shard)
+def _order(shard: PendingShard) -> tuple[bool, int, float, float, str]:
+    """What was at a worker before goes first, above all what it had begun: that has waited longest. Then long metrics,
+    then long shards."""
+    return (not shard.returned, -shard.attempts, -tail_rank(shard.tail), -shard.seconds, shard.shard)
 
 
 def _best(runs: Sequence[RunView], desk: _Desk, slot: _Slot) -> tuple[RunView, PendingShard] | None:

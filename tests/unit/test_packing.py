@@ -100,6 +100,17 @@ def test_what_came_back_from_a_worker_goes_first(how: dict[str, Any]) -> None:
     assert chosen[0].shard == "z"
 
 
+def test_what_a_dead_worker_had_begun_waits_behind_nothing() -> None:
+    one = run("a", 0, 1.0, 1.0, 1.0)
+    begun = replace(one.pending[1], attempts=1, last_worker="dead")
+    given_back = replace(one.pending[2], back=True)
+    one = replace(one, pending=(one.pending[0], begun, given_back))
+    busy = WorkerView(worker="busy", model="a", out=(OutView(run="a", shard="x", seconds=9),))
+    assert assign([one], [busy], 1.0) == [], "nothing else is put before it either"
+    chosen = assign([one], [busy, WorkerView(worker="new", model="a")], 1.0)
+    assert (chosen[0].worker, chosen[0].shard) == ("new", "a-1")
+
+
 def test_a_straggler_is_run_twice_only_when_nothing_else_is_left() -> None:
     late = OutView(run="a", shard="s", seconds=2.0, begun=1.0)
     workers = [WorkerView(worker="w1", model="a", out=(late,)), WorkerView(worker="w2", model="a")]
