@@ -34,6 +34,7 @@ def measure(quick: bool = False) -> list[Figure]:
         *_plans(runs),
         *_tables(1 if quick else 3),
         _look_up(),
+        _arrival(runs),
         _thousand_jobs(2 if quick else 5),
         _optimality(400 if quick else 2000),
         _placement(),
@@ -119,6 +120,18 @@ def _look_up() -> Figure:
         times += _timed(lambda event=event: answers.append(table.answer(cluster, fresh, event)), 1)  # type: ignore[misc]
     assert None not in answers
     return _figure("answer for a foreseen event, checks included", times, "ms", 1e3, 1.0)
+
+
+def _arrival(runs: int) -> Figure:
+    """A job like the expected one comes, under a name of its own: its prices and words are made at the look-up."""
+    cluster, jobs = large_case(JOBS, GPUS, COUNTS, 8, seed=1)
+    expected = replace(jobs[0], name="newcomer", workers=0)
+    table = build(cluster, jobs, candidate=expected)
+    then = pickle.loads(pickle.dumps((*jobs[:20], replace(expected, name="job:other"), *jobs[20:])))
+    answers: list[object] = []
+    times = _timed(lambda: answers.append(table.answer_for_state(cluster, then)), 10 * runs)
+    assert None not in answers
+    return _figure("answer when a job like the expected one comes", times, "ms", 1e3, 1.0)
 
 
 def _thousand_jobs(runs: int) -> Figure:
