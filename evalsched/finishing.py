@@ -36,11 +36,11 @@ log = logging.getLogger("planaria.evaluation")
 
 SKIPPED = "skipped.json"
 """Beside where a checkpoint's results would be: why there are none."""
-CHECK_SHARE = 0.05
-CHECK_SECONDS = 2.0
-"""Bounds of that sample, in estimated seconds: a share of the run's work, and what is always allowed."""
 CHECK_REQUESTS = 48
 """Requests that are re-run singly after a run, to say how far answers depend on their batch."""
+CHECK_BOUNDS = {True: (0.01, 1.0), False: (0.05, 2.0)}
+"""Bounds of that sample by ``exact``, in estimated seconds: a share of the run's work, and what is always allowed.
+Under ``--exact`` it confirms what the engine's settings already see to; without, it is all that is known."""
 
 
 def say_skipped(run: Run, reason: str) -> None:
@@ -57,7 +57,7 @@ def check_shard(run: Run) -> Shard | None:
     if run.prepared is None or run.pace.total <= 0:
         return None
     requests = [one for one in run.prepared.open if one.task not in run.failed]
-    budget = max(CHECK_SECONDS, CHECK_SHARE * run.pace.total)
+    budget = _check_budget(run)
     sample: list[Request] = []
     seconds = 0.0
     for one in sample_documents(requests, CHECK_REQUESTS):
@@ -71,13 +71,18 @@ def check_shard(run: Run) -> Shard | None:
     return Shard(id=digest_of([run.id, "check"]), requests=tuple(sample), seconds=max(1.0, seconds))
 
 
+def _check_budget(run: Run) -> float:
+    """Seconds that re-running a sample may take."""
+    share, least = CHECK_BOUNDS[run.spec.settings.exact]
+    return max(least, share * run.pace.total)
+
+
 def expect_end(run: Run) -> None:
     """Estimate what comes after the last answer: the check, and scoring, which builds the requests once more."""
     if run.prepared is None or not run.pace.cost:
         return
     mean = run.pace.total / len(run.pace.cost)
-    bound = max(CHECK_SECONDS, CHECK_SHARE * run.pace.total)
-    run.check_seconds = min(bound, CHECK_REQUESTS * mean, run.pace.total)
+    run.check_seconds = min(_check_budget(run), CHECK_REQUESTS * mean, run.pace.total)
     run.score_seconds = run.prepared.recording.seconds
 
 
