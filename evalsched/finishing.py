@@ -26,7 +26,7 @@ from evalsched.recording import (
     record_in_subprocess,
 )
 from evalsched.reports import refresh_report
-from evalsched.runs import Run
+from evalsched.runs import MANY_REQUESTS, Run
 from evalsched.scoring import ScoreJob, ScoreOutcome, score_in_subprocess
 from evalsched.types import Request, RequestId, Response, Shard, digest_of
 from planner.errors import PlanariaError, one_line
@@ -53,7 +53,11 @@ def say_skipped(run: Run, reason: str) -> None:
 
 
 def check_shard(run: Run) -> Shard | None:
-    """The sample that is run again, one request at a time; None where nothing was run."""
+    """The sample that is run again, one request at a time; None where nothing was run.
+
+    Whole documents, so that their verdicts can be compared; under ``--exact`` every answer must be the same bit for
+    bit, and a document may be cut.
+    """
     if run.prepared is None or run.pace.total <= 0:
         return None
     requests = [one for one in run.prepared.open if one.task not in run.failed]
@@ -62,7 +66,7 @@ def check_shard(run: Run) -> Shard | None:
     seconds = 0.0
     for one in sample_documents(requests, CHECK_REQUESTS):
         new_document = not sample or (sample[-1].task, sample[-1].doc_id) != (one.task, one.doc_id)
-        if sample and new_document and seconds > budget:
+        if sample and (new_document or run.spec.settings.exact) and seconds > budget:
             break
         sample.append(one)
         seconds += run.pace.cost.get(one.id, 0.01)
@@ -83,6 +87,10 @@ def expect_end(run: Run) -> None:
         return
     mean = run.pace.total / len(run.pace.cost)
     run.check_seconds = min(_check_budget(run), CHECK_REQUESTS * mean, run.pace.total)
+    if len(run.prepared.open) <= MANY_REQUESTS and (sample := check_shard(run)) is not None:
+        run.check_seconds = sum(
+            run.cost(one) for one in sample.requests
+        )  # one document may cost more than all that is allowed
     run.score_seconds = run.prepared.recording.seconds
 
 
