@@ -90,7 +90,7 @@ def expect_end(run: Run) -> None:
     if len(run.prepared.open) <= MANY_REQUESTS and (sample := check_shard(run)) is not None:
         run.check_seconds = sum(
             run.cost(one) for one in sample.requests
-        )  # one document may cost more than all that is allowed
+        )  # one may cost more than the budget
     run.score_seconds = run.prepared.recording.seconds
 
 
