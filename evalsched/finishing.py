@@ -88,9 +88,7 @@ def expect_end(run: Run) -> None:
     mean = run.pace.total / len(run.pace.cost)
     run.check_seconds = min(_check_budget(run), CHECK_REQUESTS * mean, run.pace.total)
     if len(run.prepared.open) <= MANY_REQUESTS and (sample := check_shard(run)) is not None:
-        run.check_seconds = sum(
-            run.cost(one) for one in sample.requests
-        )  # one may cost more than the budget
+        run.check_seconds = sum(run.cost(one) for one in sample.requests)  # one may cost more than the budget
     run.score_seconds = run.prepared.recording.seconds
 
 
