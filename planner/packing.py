@@ -21,6 +21,8 @@ from math import inf
 DEPTH = 2
 """Messages per live worker: one that runs, one that waits, so that no worker idles between two."""
 MAX_ATTEMPTS = 3
+HOLD_SECONDS = 2.0
+"""How long what a dead worker had begun is kept for a worker without work."""
 NEWEST_SECONDS = 60.0
 """Waiting time over which a checkpoint stops being new."""
 AGEING_SECONDS = 1800.0
@@ -226,8 +228,7 @@ def assign(runs: Sequence[RunView], workers: Sequence[WorkerView], now: float, d
     while open_workers:
         slot = min((desk.slots[name] for name in open_workers), key=lambda one: (one.count, one.load, one.name))
         found = _best(runs, desk, slot)
-        if found is None or (slot.count and found[1].attempts):
-            # What a dead worker had begun waits behind nothing: whoever is idle first takes it, often the successor.
+        if found is None or (slot.count and _awaits_an_idle_worker(found[1], now)):
             open_workers.discard(slot.name)
             continue
         run, shard = found
@@ -235,6 +236,12 @@ def assign(runs: Sequence[RunView], workers: Sequence[WorkerView], now: float, d
         if slot.count >= depth:
             open_workers.discard(slot.name)
     return chosen if chosen or any(desk.pending.values()) else _second_copies(workers, now)
+
+
+def _awaits_an_idle_worker(shard: PendingShard, now: float) -> bool:
+    """Whether a shard that a dead worker had begun is kept from waiting behind another one: whoever is idle first takes
+    it, often the successor. Not for long, since a worker that seems busy may be waiting for a message that was lost."""
+    return shard.attempts > 0 and now - shard.after < HOLD_SECONDS
 
 
 def _desk(runs: Sequence[RunView], workers: Sequence[WorkerView], now: float) -> _Desk:

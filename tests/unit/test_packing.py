@@ -10,6 +10,7 @@ import pytest
 from planner.packing import (
     AGEING_SECONDS,
     DEPTH,
+    HOLD_SECONDS,
     Assignment,
     OutView,
     PendingShard,
@@ -102,13 +103,15 @@ def test_what_came_back_from_a_worker_goes_first(how: dict[str, Any]) -> None:
 
 def test_what_a_dead_worker_had_begun_waits_behind_nothing() -> None:
     one = run("a", 0, 1.0, 1.0, 1.0)
-    begun = replace(one.pending[1], attempts=1, last_worker="dead")
+    begun = replace(one.pending[1], attempts=1, last_worker="dead", after=1.0)
     given_back = replace(one.pending[2], back=True)
     one = replace(one, pending=(one.pending[0], begun, given_back))
     busy = WorkerView(worker="busy", model="a", out=(OutView(run="a", shard="x", seconds=9),))
     assert assign([one], [busy], 1.0) == [], "nothing else is put before it either"
     chosen = assign([one], [busy, WorkerView(worker="new", model="a")], 1.0)
     assert (chosen[0].worker, chosen[0].shard) == ("new", "a-1")
+    later = assign([one], [busy], 1.0 + HOLD_SECONDS)
+    assert [each.shard for each in later] == ["a-1"], "that worker may be waiting for what was lost"
 
 
 def test_a_straggler_is_run_twice_only_when_nothing_else_is_left() -> None:
