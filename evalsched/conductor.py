@@ -493,8 +493,11 @@ class Conductor:
         return self.roster.live()
 
     def _watch(self, now: float) -> None:
-        """Find workers that are silent or stuck; their shards go elsewhere at once."""
-        for missing in self.roster.refresh({one.worker for one in self.out.values()}):
+        """Find workers that are silent, deaf or stuck; their shards go elsewhere at once."""
+        oldest: dict[str, float] = {}
+        for one in self.out.values():
+            oldest[one.worker] = min(one.sent, oldest.get(one.worker, one.sent))
+        for missing in [*self.roster.refresh(oldest), *self.roster.deaf(oldest, now)]:
             self._kill(missing.worker, missing.reason)
             self.worker_gone(missing.worker, missing.reason, now)
         self.estimates.look_at(self.roster.records, self.runs)

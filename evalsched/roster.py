@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.worker_table import WorkerRecord, WorkerTable
@@ -12,6 +12,9 @@ SILENT_SECONDS = 10.0
 Its agent (or its owner, in a private fleet) sees a death at once; silence is for whatever they cannot see."""
 SILENT_LOADING_SECONDS = 60.0
 """The same while it imports and loads, which can keep the interpreter busy for seconds."""
+DEAF_SECONDS = 15.0
+"""A worker without work that takes nothing of what was sent to it for this long has lost its way to the broker, however
+alive it says it is: a broker's client can hang where its connection broke at a bad moment."""
 STUCK_SECONDS = 180.0
 """An engine that makes no step for this long (and ten times the shard's estimate) hangs."""
 
@@ -38,6 +41,7 @@ class Roster:
         """Digest of the model that each worker was last sent."""
         self.sent_group: dict[str, str] = {}
         """Prefix group of the shard that each worker was last sent."""
+        self._idle_since: dict[str, float] = {}
 
     def refresh(self, expected: Iterable[str]) -> list[Missing]:
         """Read what workers say; returns those that are dead. ``expected``: workers that have shards."""
@@ -59,6 +63,18 @@ class Roster:
                 self.served.add(name)
         missing += [Missing(name, "it is not there any more") for name in sorted(set(expected) - found.keys())]
         return missing
+
+    def deaf(self, oldest: Mapping[str, float], now: float) -> list[Missing]:
+        """Workers that say they have nothing to do and take nothing; ``oldest``: when the first message that is still
+        out was sent to each."""
+        idle = {name for name, one in self.records.items() if _is_idle(one)}
+        self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
+        waits = {name: now - max(self._idle_since[name], oldest[name]) for name in idle & oldest.keys()}
+        return [
+            Missing(name, f"it took nothing of what was sent to it for {seconds:.0f} s")
+            for name, seconds in sorted(waits.items())
+            if seconds > DEAF_SECONDS
+        ]
 
     def give_up(self, worker: str) -> bool:
         """Take a worker for dead; False where that was done before."""
@@ -88,6 +104,10 @@ class Roster:
         """Digest of the model that a worker holds or was last sent."""
         record = self.records.get(worker)
         return self.sent_model.get(worker) or (record.facts.get("model") if record else None)
+
+
+def _is_idle(record: WorkerRecord) -> bool:
+    return record.facts.get("state") == "ready" and not record.facts.get("dispatch")
 
 
 def stands_still(record: WorkerRecord, begun: float, estimate: float, now: float) -> float | None:
