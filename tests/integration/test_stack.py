@@ -214,6 +214,8 @@ def test_an_up_that_is_ended_half_way_leaves_nothing_or_what_down_ends(
         refused = planaria("up", "--state-dir", str(folder), environment=environment)
         assert refused.returncode == 2, refused.stderr
         assert planaria("down", "--state-dir", str(folder), environment=environment).returncode == 0
+    elif starting.returncode == 0:  # on a busy machine everything was up before the signal came
+        assert planaria("down", "--state-dir", str(folder), environment=environment).returncode == 0
     else:
         assert starting.returncode == 130
     assert_nothing_left(stack, port_of(stack))
