@@ -141,7 +141,8 @@ class Compressor:
     def __init__(self, known: Iterable[str] = (), filters: Sequence[Filter] | None = None) -> None:
         self._filters = shipped_filters() if filters is None else filters
         self._known = frozenset(known)
-        self._verdicts: dict[str, bool] = {}
+        self._verdicts: dict[str, tuple[bool, bool]] = {}
+        """By shape: whether a line is routine, and whether it is a good end."""
         self._miner = _miner()
         self._by_cluster: dict[int, Template] = {}
         self._course = Course()
@@ -156,11 +157,12 @@ class Compressor:
         self.result.lines += 1
         self._last_number = line.number
         key = self._VARIABLE.sub("0", line.text)
-        routine = self._verdicts.get(key)
-        if routine is None:
+        verdict = self._verdicts.get(key)
+        if verdict is None:
             if len(self._verdicts) > 50_000:
                 self._verdicts.clear()
-            routine = self._verdicts[key] = self._is_routine(line.text, key)
+            verdict = self._verdicts[key] = self._judged(line.text, key)
+        routine, good_end = verdict
         if not routine:
             self._group(line)
             return
@@ -168,7 +170,7 @@ class Compressor:
         progress = parse(line)
         if progress is not None:
             self._advance(line, progress)
-        elif self._last_progress is not None and judge(line.text).good_end:
+        elif good_end:
             self._last_progress = None
 
     def finish(self) -> Compressed:
@@ -197,12 +199,12 @@ class Compressor:
             self.result.dropped -= 1
             self._group(line)
 
-    def _is_routine(self, text: str, key: str) -> bool:
+    def _judged(self, text: str, key: str) -> tuple[bool, bool]:
         kind = judge(text)
         if kind.is_evidence and not kind.dismissed:
-            return False
+            return False, kind.good_end
         bare = _LABEL.sub("", text)
-        return key in self._known or any(item.drops(bare) for item in self._filters)
+        return key in self._known or any(item.drops(bare) for item in self._filters), kind.good_end
 
     def _group(self, line: LogLine) -> None:
         found = self._miner.add_log_message(line.text)
