@@ -2,8 +2,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.planaria-installed
-# test files that run at once; with two on two cores, tests of whole clusters come near their time limits
-JOBS ?= 1
+# 2: clusters in one lane, the rest beside it (tests/lanes.py); 1: one test after the other
+JOBS ?= 2
 
 .PHONY: help setup demo test check bench format clean
 

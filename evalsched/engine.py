@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 TOKEN_BUDGET = 8192
 """Tokens of one forward pass, at least; more where one prompt of the window is longer (exact mode)."""
 MAX_SEQUENCES = 256
+CACHE_PASSES = 8
+"""Passes of the token budget whose keys and values the cache on CPU holds; half of that in exact mode."""
 _GIB = 1 << 30
 
 
@@ -125,8 +127,11 @@ def preload() -> None:
     import vllm.v1.engine.llm_engine  # noqa: F401
 
 
-def cache_bytes(facts: ModelFacts, dtype: str, window: int) -> int:
+def cache_bytes(facts: ModelFacts, dtype: str, window: int, *, exact: bool) -> int:
     """Bytes for keys and values on CPU: what the batches can use, bounded by the memory that is there.
+
+    No more than that, because vLLM writes zeros to all of it at every start: a second per 0.6 GB was measured. Exact
+    mode holds one pass at a time (:meth:`VllmEngine.run` sees to it that what the pass generates has room too).
 
     Raises:
         BadInputError: not even one prompt of the window's length fits.
@@ -134,7 +139,7 @@ def cache_bytes(facts: ModelFacts, dtype: str, window: int) -> int:
     import psutil
 
     per_token = facts.cache_bytes_per_token(dtype)
-    useful = per_token * max(window * 4, MAX_SEQUENCES * min(window, 1024), 2 * TOKEN_BUDGET)
+    useful = per_token * max(window * 2, (CACHE_PASSES // 2 if exact else CACHE_PASSES) * TOKEN_BUDGET)
     least = per_token * (window + 256) * 2
     there = int(psutil.virtual_memory().available * 0.3)
     if least > there:
@@ -196,7 +201,9 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         if self.device == "cpu":
-            arguments["kv_cache_memory_bytes"] = cache_bytes(self.facts, self.dtype, self.window.max_length)
+            arguments["kv_cache_memory_bytes"] = cache_bytes(
+                self.facts, self.dtype, self.window.max_length, exact=self.settings.exact
+            )
         if self.device == "cpu" or self.settings.exact:
             arguments["max_num_batched_tokens"] = self.budget
         if self.settings.exact:
@@ -260,19 +267,34 @@ class VllmEngine:
         queue.extendleft(reversed(left))
 
     def _take(self, queue: deque[Encoded]) -> list[Encoded]:
-        """The longest run of requests whose prompts fit into one pass (a few passes where exactness allows it)."""
+        """The longest run of requests whose prompts fit into one pass (a few passes where exactness allows it).
+
+        In exact mode what they generate must have room in the cache as well: a sequence that vLLM puts off for lack
+        of room is computed anew in another shape, and its last digits may change.
+        """
         passes = 1 if self.settings.exact or self._limit < self.budget else 8
         wave: list[Encoded] = []
-        tokens = prompts = 0
+        tokens = prompts = blocks = 0
         while queue:
             one = queue[0]
             full = tokens + one.tokens > self._limit * passes or prompts + len(one.prompts) > MAX_SEQUENCES * passes
+            full = full or (self.settings.exact and blocks + self._blocks(one) > self._cache.num_gpu_blocks - 1)
             if wave and full:
                 break
             wave.append(queue.popleft())
             tokens += one.tokens
             prompts += len(one.prompts)
+            blocks += self._blocks(one)
         return wave
+
+    @property
+    def _cache(self) -> Any:
+        return self._llm.vllm_config.cache_config
+
+    def _blocks(self, one: Encoded) -> int:
+        """Most blocks of the cache that a request takes: each prompt with all that it may generate."""
+        size = self._cache.block_size
+        return sum(-(-(len(prompt.tokens) + prompt.new_tokens) // size) for prompt in one.prompts)
 
     def _run_wave(self, wave: list[Encoded], stop: Callable[[], bool]) -> Iterator[tuple[int, Response]]:
         flights: dict[int, _Flight] = {}

@@ -16,10 +16,24 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-import hypothesis  # noqa: E402
+from typing import Any  # noqa: E402
 
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+from tests.lanes import Lanes, take_lane  # noqa: E402
 from tests.support.redis import redis_of_session, store  # noqa: E402, F401
 
 # Machines are shared: how long an example takes says nothing about the code.
 hypothesis.settings.register_profile("planaria", deadline=None)
 hypothesis.settings.load_profile("planaria")
+
+
+def pytest_configure() -> None:
+    """A worker of the second lane keeps to its own core."""
+    take_lane()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
+    """Two workers are two lanes; one, or more than two, are what the options of pytest-xdist say."""
+    return Lanes(config, log) if config.getoption("numprocesses") == 2 else None

@@ -92,6 +92,13 @@ def test_answers_do_not_depend_on_the_batch_in_exact_mode(host: EngineHost) -> N
     assert values(host.call("run", requests=requests[::-1])) == together
 
 
+def test_what_a_pass_generates_has_room_in_the_cache_in_exact_mode(host: EngineHost) -> None:
+    """200 prompts fit into one pass, and what they generate takes 400 blocks of a cache of 256."""
+    settings = {"until": [], "max_gen_toks": 110, "do_sample": False}
+    requests = [request("generate_until", f"{number:0>30}", settings, doc=number) for number in range(200)]
+    assert host.call("put_off", requests=requests) == 0
+
+
 def test_a_continuation_that_fills_the_window_is_an_error_of_that_request_alone(host: EngineHost) -> None:
     long = "z" * (WINDOW - 1)
     requests = [

@@ -20,7 +20,6 @@ from tests.support.redis import await_that, redis_of_session
 __all__ = ["cluster", "cluster_of_module", "redis_of_session"]
 
 KILL = {"at_step": 6, "rank": 1, "kind": "sigkill"}
-BOTH = {"min": 2, "max": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ def two_nodes(cluster: Cluster) -> None:
 def test_a_killed_rank_changes_neither_samples_nor_loss(cluster: Cluster) -> None:
     cluster.submit(plain(), "quiet")
     assert cluster.wait_state(job="quiet")["state"] == JobState.DONE
-    cluster.submit(plain(workers=BOTH, faults=[KILL]), "hit")
+    cluster.submit(plain(faults=[KILL]), "hit")
     record = cluster.wait_state(job="hit")
     assert record["state"] == JobState.DONE
     assert record["incarnation"] == 2
@@ -89,7 +88,8 @@ def test_redis_away_for_longer_than_a_lease_lives_costs_the_job_nothing(
     finally:
         os.kill(redis_of_session.pid, signal.SIGCONT)
     record = cluster.wait_state()
-    assert (record["state"], record["incarnation"], record["faults"]) == (JobState.DONE, 1, [])
+    stopped = [event["reason"] for event in cluster.events("incarnation.stopping")]
+    assert (record["state"], record["incarnation"], record["faults"], stopped) == (JobState.DONE, 1, [], [])
     assert [line["step"] for line in cluster.lines("samples.jsonl")] == list(range(1, 181))
 
 
@@ -129,10 +129,9 @@ def test_an_agent_that_is_killed_and_comes_back_adopts_its_ranks(cluster: Cluste
 
 
 def test_a_node_that_dies_takes_its_ranks_and_the_job_goes_on_elsewhere(cluster: Cluster) -> None:
-    cluster.submit(plain(name="plain-100ms", steps=40))
-    cluster.wait_state(JobState.RUNNING)
-    assert len(cluster.rank_pids()) == 2
+    cluster.submit(plain(name="plain-100ms", steps=40, workers={"min": 1, "max": 2}))
     cluster.wait_step(5)
+    await_that(lambda: len(cluster.rank_pids()) == 2, 20, "it runs on both nodes")
     pids = {rank["node"]: rank["pid"] for rank in cluster.record()["ranks"]}
     cluster.end_agent("n2")
     os.kill(pids["n2"], signal.SIGKILL)
@@ -188,7 +187,7 @@ def test_a_job_without_progress_is_given_up_after_three_incarnations(cluster: Cl
 @pytest.mark.parametrize("name", ["bug", "mute-bug"])
 def test_a_root_that_comes_back_before_any_progress_ends_the_job(cluster: Cluster, name: str) -> None:
     """The traceback is told in band, or stands in the rank's log alone; the peer sees a broken connection."""
-    cluster.submit(plain(workers=BOTH, name=name))
+    cluster.submit(plain(name=name))
     record = cluster.wait_state()
     assert (record["state"], record["incarnation"], record["step"]) == (JobState.FAILED, 2, 5)
     assert "STOP" in record["reason"]
@@ -200,7 +199,7 @@ def test_a_root_that_comes_back_before_any_progress_ends_the_job(cluster: Cluste
 
 
 def test_a_root_of_class_stop_that_does_not_come_back_costs_one_restart(cluster: Cluster) -> None:
-    cluster.submit(plain(workers=BOTH, name="bug-once"))
+    cluster.submit(plain(name="bug-once"))
     record = cluster.wait_state()
     assert (record["state"], record["incarnation"], record["step"]) == (JobState.DONE, 2, 12)
 
@@ -236,7 +235,7 @@ def test_a_second_agent_of_the_same_name_and_folder_is_refused(cluster: Cluster)
 
 @pytest.mark.parametrize("kind", ["exception", "exit"])
 def test_exceptions_and_exits_are_told_apart(cluster: Cluster, kind: str) -> None:
-    cluster.submit(plain(workers=BOTH, faults=[{"at_step": 6, "rank": 1, "kind": kind}]))
+    cluster.submit(plain(faults=[{"at_step": 6, "rank": 1, "kind": kind}]))
     record = cluster.wait_state()
     assert record["state"] == JobState.DONE
     (fault,) = record["faults"]

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PLAIN: dict[str, Any] = {
     "name": "plain",
-    "workers": {"min": 1, "max": 2},
+    "workers": {"min": 2, "max": 2},
     "model": {"layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "heads": 2, "seq_length": 32},
     "data": {"train": ["stdlib"]},
     "batch": {"global": 8, "micro": 2},

@@ -149,6 +149,23 @@ class _Host:
 
         runner._model_forward = starving
 
+    def put_off(self, requests: list[Any]) -> int:
+        """How often vLLM put a sequence off for lack of cache while it ran these requests."""
+        scheduler = self.engine._llm.engine_core.engine_core.scheduler
+        preempt, count = scheduler._preempt_request, 0
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counting
+        try:
+            self.run(requests)
+        finally:
+            scheduler._preempt_request = preempt
+        return count
+
     def wrong_weights(self) -> str:
         """Put a wrong number into the engine's weights; what the proof says to that."""
         import torch
