@@ -120,7 +120,7 @@ class RunningJob:
         self._redo(min(self.rate * seconds, self.account.useful - self.saved_useful))
 
     def _redo(self, flop: float) -> None:
-        flop = max(0.0, flop)
+        flop = min(max(0.0, flop), self.account.useful)  # all of it, but for the last digit of the sums
         self.account.useful -= flop
         self.account.lost["redo"] += flop
 

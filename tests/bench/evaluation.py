@@ -62,7 +62,7 @@ def measure(quick: bool) -> list[Figure]:
         folder=folder, model=model, name="SmolLM2-135M" if real else "the demo's model",
         small=write_tasks(folder / "small", documents=5 if real else 24),
         mixed=write_tasks(folder / "mixed", documents=40 if real else 1200),
-        large=write_tasks(folder / "large", documents=80 if real else 1200),
+        large=write_tasks(folder / "large", documents=160 if real else 1200),
     )  # fmt: skip
     try:
         return [*_one_task(bench), *_killed(bench), *_eight_tasks(bench), *_swap(bench)]

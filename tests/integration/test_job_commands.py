@@ -29,7 +29,7 @@ def planaria(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 def config(folder: Path, **changes: Any) -> str:
     path = folder / f"{changes.get('name', 'plain')}.yaml"
-    path.write_text(yaml.safe_dump({**PLAIN, **changes}))
+    path.write_text(yaml.safe_dump({**PLAIN, "workers": {"min": 1, "max": 2}, **changes}))
     return str(path)
 
 

@@ -52,7 +52,7 @@ CHAT = EvalSettings(
 )  # fmt: skip
 EVERY = EvalSettings(tasks=TASKS, bootstrap_iters=50, exact=True)
 CASES = {
-    "demo": {"every type": replace(EVERY, limit=12), "chat and shots": replace(CHAT, limit=8)},
+    "demo": {"every type": replace(EVERY, limit=8), "chat and shots": replace(CHAT, limit=8)},
     "smollm2": {"every type": replace(EVERY, limit=2), "chat and shots": CHAT},
 }
 BOTH = [(model, case) for model, cases in CASES.items() for case in cases]

@@ -28,7 +28,7 @@ def llm_server(folder: Path, length: int = 2048) -> Iterator[str]:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm()), "--port", str(port),
         "--host", "127.0.0.1", "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", str(length),
     ]  # fmt: skip
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     with log.open("wb") as stream:
         server = subprocess.Popen(command, env=os.environ | own, stdout=stream, stderr=stream, start_new_session=True)
     try:
