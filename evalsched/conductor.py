@@ -32,9 +32,9 @@ from evalsched.ledger import Ledger
 from evalsched.messages import Answers, Ended, Left, ModelRef
 from evalsched.metric_desk import MetricDesk
 from evalsched.roster import Roster, stands_still
-from evalsched.runs import SHORTEST_SHARD, Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare
+from evalsched.runs import Identified, OutShard, Prepared, Run, RunSpec, WaitingShard, identify, prepare
 from evalsched.scoring import ScoreJob, ScoreOutcome
-from evalsched.shards import cut, take
+from evalsched.shards import take
 from evalsched.types import Response, digest_of
 from planner.errors import BadInputError, FencedError, MissingServiceError, PlanariaError, one_line
 from planner.events import Action, TrialState
@@ -260,6 +260,7 @@ class Conductor:
             return
         if message.outcome == "done":
             run.pace.shard((one.id for one in out.shard.requests), message.seconds)
+            run.recut(self.expected_workers)
             self.estimates.shard_ended(run, out, message)
             run.timings["engine_seconds"] = run.timings.get("engine_seconds", 0.0) + message.seconds
             self.store.tell(
@@ -412,11 +413,8 @@ class Conductor:
             one.task for one in found.recording.tasks if one.unsafe_code or one.sandboxed or one.judged
         )
         todo = [request for request in found.open if request.id not in out] if out else found.open
-        total = sum(costs.values())
-        run.usual = min(run.spec.target_seconds, max(SHORTEST_SHARD, total / (3 * max(1, self.expected_workers))))
         run.pace.begin(costs, learned=bool(run.predictor.shard.weights))
-        for shard in cut(todo, run.cost, run.usual, scope=run.id):
-            run.wait(shard)
+        run.cut(todo, self.expected_workers)
         expect_end(run)
         run.timings["record_seconds"] = found.recording.seconds
         run.began = now

@@ -35,6 +35,8 @@ class Pace:
     open: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
     done: float = 0.0
+    shards: int = 0
+    """Shards that finished."""
     _measured: dict[str, tuple[float, float]] = field(default_factory=dict)
     _first: tuple[float, float] | None = None
     _learned: bool = False
@@ -58,6 +60,7 @@ class Pace:
 
     def shard(self, ids: Iterable[RequestId], seconds: float) -> None:
         """A shard finished after ``seconds`` in the engine."""
+        self.shards += 1
         estimates: dict[str, float] = {}
         for one in ids:
             kind = kind_of(one)

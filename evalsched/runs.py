@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -24,7 +24,7 @@ from evalsched.pace import Pace
 from evalsched.priors import Facts, Predictor
 from evalsched.recording import Recording, RecordJob
 from evalsched.scoring import ScoreOutcome
-from evalsched.shards import prefix_group
+from evalsched.shards import cut, prefix_group
 from evalsched.types import EvalSettings, Request, RequestId, Shard, Trial, digest_of
 from planner.events import TrialState
 from planner.packing import PendingShard, RunView
@@ -35,6 +35,12 @@ EARLY_SECONDS = 10.0
 """A metric that is expected to take so long is computed as soon as its task is answered."""
 SHORTEST_SHARD = 0.3
 """Seconds below which no shard is cut."""
+SHARDS_PER_WORKER = 3
+"""Shards that each worker gets at least, so that all end together."""
+RECUT_SHARDS = 3
+"""Finished shards after which what waits may be cut anew."""
+RECUT_FACTOR = 2.0
+"""How far off the shards' seconds must be for that."""
 RETRY_SECONDS = 0.5
 """Pause before a shard that failed twice is sent again; the first time it goes at once."""
 
@@ -207,7 +213,9 @@ class Run:
     longest: float = 0.0
     """Estimated seconds of its longest request."""
     usual: float = inf
-    """Seconds that shards were cut to."""
+    """Estimated seconds that shards were cut to."""
+    cut_by: float = 1.0
+    """The pace's factor (what shards took over what was estimated) at that time."""
     began: float = 0.0
     settled: float = 0.0
     """When its last request was answered, while a shard had not said yet that it ended."""
@@ -237,7 +245,7 @@ class Run:
         digest = self.model.ref.digest if self.model else ""
         return RunView(
             run=self.id, created=self.spec.created, model=digest, pending=pending, weight=self.spec.weight,
-            deadline=self.spec.deadline, usual=self.usual, finest=SHORTEST_SHARD,
+            deadline=self.spec.deadline, usual=self.usual, finest=SHORTEST_SHARD / self.pace.factor,
         )  # fmt: skip
 
     def outline(self) -> RunView:
@@ -252,6 +260,27 @@ class Run:
         """A shard waits for a worker."""
         tail = max((self.tails.get(task, 0.0) for task in shard.tasks), default=0.0)
         self.waiting[shard.id] = WaitingShard(shard=shard, tail=tail, group=prefix_group(shard), **more)
+
+    def cut(self, requests: Sequence[Request], workers: int) -> None:
+        """Cut requests into shards of the usual length, and let these wait."""
+        self.cut_by = factor = self.pace.factor
+        total = sum(map(self.cost, requests))
+        shortest, equal = SHORTEST_SHARD / factor, total / (SHARDS_PER_WORKER * max(1, workers))
+        self.usual = min(self.spec.target_seconds / factor, max(shortest, equal))
+        for shard in cut(requests, self.cost, self.usual, scope=self.id):
+            self.wait(shard)
+
+    def recut(self, workers: int) -> None:
+        """Cut what waits anew when shards turn out to be far shorter or longer than they should be.
+
+        Where nothing was measured before, estimates may be off by a factor of ten; a shard that is too short fills no
+        pass of the engine, and one too long is a loss when its worker dies. Shards that failed stay as they are.
+        """
+        off = self.pace.factor / self.cut_by
+        if self.pace.shards < RECUT_SHARDS or 1 / RECUT_FACTOR <= off <= RECUT_FACTOR:
+            return
+        fresh = [name for name, one in self.waiting.items() if not one.attempts and not one.back]
+        self.cut([request for name in fresh for request in self.waiting.pop(name).shard.requests], workers)
 
     def cost(self, request: Request) -> float:
         """Estimated seconds of one of its requests."""
