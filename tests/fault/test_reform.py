@@ -58,7 +58,7 @@ def heal(case: Schedule, folder: Path, server: RankServer, calm: Any) -> ReformC
 
 
 def redone(cluster: ReformCluster, incarnation: int) -> list[int]:
-    """Micro-batches that ranks ran again for others when this incarnation began, each as often as it was run."""
+    """Micro-batches that ranks ran for others when this incarnation began, each as often as it was run."""
     messages = [m for m in cluster.of("reformed") if m["incarnation"] == incarnation]
     return sorted(batch for message in messages for batch in message["redone"])
 
@@ -71,8 +71,10 @@ def test_one_after_another_in_forward_reduce_and_optimizer(server: RankServer, c
         fault("exception", 6, 3, "optimizer"),
     )
     healed = heal(case, tmp_path, server, calm)
-    assert redone(healed, 2) == [3], "the dead rank's own micro-batch, nothing else"
-    assert [len(redone(healed, incarnation)) for incarnation in (3, 4)] == [2, 0]
+    # Of five micro-batches rank 0 has two: where it had done neither, its second is shared out as well.
+    assert redone(healed, 2) in ([3], [1, 3]), "the dead rank's own micro-batch, and nothing that anybody had done"
+    assert redone(healed, 3) == [0, 1]
+    assert redone(healed, 4) == [], "in the optimizer all gradients are there"
     assert [m["workers"] for _, m in sorted(healed.steps().items())] == [4, 3, 3, 2, 2, 2, 1, 1]
 
 
