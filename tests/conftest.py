@@ -31,10 +31,10 @@ hypothesis.settings.load_profile("planaria")
 
 
 def pytest_configure() -> None:
-    """A worker of the second lane keeps to its own core."""
+    """A worker beside the first keeps to its core."""
     take_lane()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
-    """Two workers are two lanes; one, or more than two, are what the options of pytest-xdist say."""
-    return Lanes(config, log) if config.getoption("numprocesses") == 2 else None
+    """Each worker is a lane."""
+    return Lanes(config, log)

@@ -1,9 +1,10 @@
-"""Two lanes for ``make test``: clusters of real processes in one, everything else beside it on a core of its own.
+"""Lanes for ``make test``: clusters of real processes in one, everything else beside it.
 
 Tests of a whole cluster mostly wait, but what they wait for has time limits (leases, heartbeats). Tests of engines,
 trainers and pure functions compute all the time and have none. So the first worker takes the cluster files, one after
-the other, with all cores; the second takes the rest, bound to the last core and with a lower priority. A worker whose
-own files are done takes from the other's, but for cluster files, which never run two at once.
+the other, with all cores; each further one takes the rest, bound to a core and with a lower priority, the second to
+the last core. A worker whose own files are done takes from the others', but for cluster files, which never run two at
+once.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def _number(node: WorkerController) -> int:
 
 
 def take_lane() -> None:
-    """Bind this process and all that it starts to the last core when it is the second worker."""
-    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    """Bind this process and all that it starts to a core when it is not the first worker."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    if number:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[-number % len(cores)]})
         os.nice(NICENESS)
