@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.planaria-installed
-# 2: clusters in one lane, the rest in another (tests/lanes.py); 3: two others; 1: one test after the other
+# 2: clusters in one lane, the rest in another (tests/lanes.py); 1: one test after the other
 JOBS ?= 2
 
 .PHONY: help setup demo test check bench format clean
