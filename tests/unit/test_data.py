@@ -72,7 +72,8 @@ def test_the_index_is_built_once_per_content(text: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: pytest.fail("encoded again"))
     assert prepared(text, tmp_path / "cache") == first
     monkeypatch.undo()
-    (text / "00.txt").write_text("other content")
+    trained_on = data.split(data.resolve([f"{text}/**/*.txt"], "data.train"))[0][0]  # by path: which ones differs
+    trained_on.write_text("other content")
     assert prepared(text, tmp_path / "cache").train.digest != first.train.digest
 
 
