@@ -18,6 +18,7 @@ MEASURED_SHARDS = 3
 """Shards after which a worker's speed is believed."""
 SMOOTHING = 0.2
 MOST_APART = 5.0
+LEAST_FACTOR = 1e-4
 LEAST_SHARE = 0.02
 """Share of the work before which nothing is said."""
 
@@ -74,7 +75,8 @@ class Pace:
     def factor(self) -> float:
         """What finished shards took over what was estimated; 1 while none has finished."""
         estimate = sum(one[0] for one in self._measured.values())
-        return sum(one[1] for one in self._measured.values()) / estimate if estimate > 0 else 1.0
+        seconds = sum(one[1] for one in self._measured.values())
+        return max(LEAST_FACTOR, seconds / estimate) if estimate > 0 else 1.0
 
     @property
     def measured(self) -> bool:

@@ -280,6 +280,8 @@ class Run:
         if self.pace.shards < RECUT_SHARDS or 1 / RECUT_FACTOR <= off <= RECUT_FACTOR:
             return
         fresh = [name for name, one in self.waiting.items() if not one.attempts and not one.back]
+        if not fresh:
+            return
         self.cut([request for name in fresh for request in self.waiting.pop(name).shard.requests], workers)
 
     def cost(self, request: Request) -> float:

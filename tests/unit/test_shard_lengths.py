@@ -86,3 +86,14 @@ def test_what_failed_or_came_back_keeps_its_name_and_count() -> None:
     assert run.waiting[failed].attempts == 2
     assert run.waiting[back].back
     assert len(run.waiting) < 10
+
+
+def test_shards_that_take_no_time_and_a_run_with_nothing_left() -> None:
+    run, _ = begun(50)
+    finish(run, RECUT_SHARDS, 0.0)
+    assert 0 < len(run.waiting) <= SHARDS_PER_WORKER
+    assert run.view().finest > 0
+    usual = run.usual
+    finish(run, len(run.waiting), 50.0)
+    assert run.waiting == {}
+    assert run.usual == usual, "nothing was cut"
