@@ -244,6 +244,7 @@ class ReformCluster:
             try:
                 member.connection.sendall(message.model_dump_json().encode() + b"\n")
             except OSError:
+                member.connection.close()
                 member.connection = None
 
     def _tell_peers(self, gone: Member) -> None:
