@@ -50,52 +50,53 @@ def _close(losses: list[float], wanted: list[float]) -> None:
     assert losses == pytest.approx(wanted, abs=1e-5)
 
 
+def _write(pool: Pool, folder: Path, writers: list[tuple[int, int, int]], model: dict[str, Any]) -> list[str]:
+    """A checkpoint and a snapshot of step 4 from each layout; the checkpoints' paths."""
+    paths = []
+    for writer in writers:
+        memory = str(folder / "-".join(map(str, writer)))
+        pool.join(*writer, model=model)
+        pool.train(4)
+        paths.append(pool.all("save", folder=memory)[0]["path"])
+        pool.all("open_snapshots", memory=memory)
+        pool.all("snapshot")
+        assert not manifest.verify(Path(paths[-1]))
+    return paths
+
+
+def _reads(pool: Pool, paths: list[str], wanted: list[float], allowed: float, who: str) -> None:
+    """Each checkpoint and snapshot gives the wanted losses, over whatever state the ranks had before."""
+    for path in paths:
+        assert pool.all("load", path=path)[0]["step"] == 4
+        assert pool.train(2) == pytest.approx(wanted, abs=allowed), f"{path} → {who}, checkpoint"
+        memory = str(Path(path).parent)
+        assert pool.all("load_snapshot", memory=memory)[0]["state"]["step"] == 4
+        assert pool.train(2) == pytest.approx(wanted, abs=allowed), f"{path} → {who}, snapshot"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layout_loads_into_every_other(pool: Pool, tmp_path: Path, dtype: str) -> None:
     """C10, issue 9 item 5: save in each layout, load in each; the next losses are those of the uninterrupted run."""
     model = {"dtype": dtype}
-    allowed = 1e-5 if dtype == "float32" else 2e-2
     pool.join(model=model)
-    pool.train(2)
-    wanted = pool.train(4)[2:]
-    for writer in LAYOUTS:
-        folder = tmp_path / "-".join(map(str, writer))
-        pool.join(*writer, model=model)
-        pool.train(4)
-        path = pool.all("save", folder=str(folder))[0]["path"]
-        pool.all("open_snapshots", memory=str(folder))
-        pool.all("snapshot")
-        assert not manifest.verify(Path(path))
-        for reader in LAYOUTS:
-            pool.join(*reader, model=model)
-            assert pool.all("load", path=path)[0]["step"] == 4
-            assert pool.train(2) == pytest.approx(wanted, abs=allowed), f"{writer} → {reader}, checkpoint"
-            pool.join(*reader, model=model)
-            assert pool.all("load_snapshot", memory=str(folder))[0]["state"]["step"] == 4
-            assert pool.train(2) == pytest.approx(wanted, abs=allowed), f"{writer} → {reader}, snapshot"
+    wanted = pool.train(6)[4:]
+    paths = _write(pool, tmp_path, LAYOUTS, model)
+    for reader in LAYOUTS:
+        pool.join(*reader, model=model)
+        _reads(pool, paths, wanted, 1e-5 if dtype == "float32" else 2e-2, str(reader))
 
 
 def test_tensor_and_pipeline_parallel_together_load_into_and_from_the_others(pool: Pool, tmp_path: Path) -> None:
     """C10, issue 9 item 5, with four ranks: TP 2 × PP 2, and each of them with DP 2."""
-    both = (2, 2, 1)
-    others = [*LAYOUTS, (2, 1, 2), (1, 2, 2)]
+    both, *others = layouts = [(2, 2, 1), *LAYOUTS, (2, 1, 2), (1, 2, 2)]
     pool.join()
-    pool.train(2)
-    wanted = pool.train(4)[2:]
-    for writer in [both, *others]:
-        folder = tmp_path / "-".join(map(str, writer))
-        pool.join(*writer)
-        pool.train(4)
-        path = pool.all("save", folder=str(folder))[0]["path"]
-        pool.all("open_snapshots", memory=str(folder))
-        pool.all("snapshot")
-        for reader in [both, *(others if writer == both else [])]:
-            pool.join(*reader)
-            assert pool.all("load", path=path)[0]["step"] == 4
-            assert pool.train(2) == pytest.approx(wanted, abs=1e-5), f"{writer} → {reader}, checkpoint"
-            pool.join(*reader)
-            assert pool.all("load_snapshot", memory=str(folder))[0]["state"]["step"] == 4
-            assert pool.train(2) == pytest.approx(wanted, abs=1e-5), f"{writer} → {reader}, snapshot"
+    wanted = pool.train(6)[4:]
+    paths = _write(pool, tmp_path, layouts, {})
+    pool.join(*both)
+    _reads(pool, paths, wanted, 1e-5, str(both))
+    for reader in others:
+        pool.join(*reader)
+        _reads(pool, paths[:1], wanted, 1e-5, str(reader))
 
 
 def test_later_saves_hold_later_state(pool: Pool, tmp_path: Path) -> None:

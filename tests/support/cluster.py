@@ -105,7 +105,7 @@ class Cluster:
         """An interpreter for ranks that leaves the cores to who watches them: they train as long as a test lasts."""
         path = self.state_dir / "python"
         if not path.exists():
-            path.write_text(f'#!/bin/sh\nexec nice -n 10 {sys.executable} "$@"\n')
+            path.write_text(f'#!/bin/sh\nexec chrt --idle 0 {sys.executable} "$@"\n')
             path.chmod(0o755)
         return path
 
