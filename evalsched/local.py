@@ -188,6 +188,10 @@ class LocalFleet:
         if one := self._processes.get(worker):
             one.process.kill()
 
+    def adopt(self, pid: int) -> None:
+        """Let ``pid``, the leader of its session, not outlive the fleet."""
+        self._guard.add(pid)
+
     def processes(self) -> dict[str, int]:
         """Process ids by worker."""
         return {name: one.process.pid for name, one in self._processes.items()}

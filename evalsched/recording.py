@@ -30,6 +30,7 @@ from evalsched.types import EvalSettings, Request, digest_of
 from planner import quick_json
 from planner.errors import BadInputError, ExitCode, PlanariaError, WorkFailedError, one_line
 from planner.files import write_json
+from planner.processes import die_with_parent
 
 FORMAT = 3
 _DESCRIPTION = "recording.json"
@@ -205,7 +206,7 @@ def run_module(module: str, job: Mapping[str, Any], timeout: float) -> dict[str,
     """
     environment = os.environ | OFFLINE | {"CUDA_VISIBLE_DEVICES": ""}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", module, str(os.getpid())]
     try:
         done = subprocess.run(
             command, input=json.dumps(job).encode(), capture_output=True, timeout=timeout, env=environment, check=False
@@ -410,6 +411,7 @@ def _keep(base: Path, key: str, description: Mapping[str, Any], requests: Iterab
 
 def main() -> int:
     """Read a job as JSON on stdin, record it, print ``{"folder": …}``; errors are one line and an exit code."""
+    end_with_owner()
     job = RecordJob.from_json(json.load(sys.stdin))
     with stdout_to_stderr():
         try:
@@ -419,6 +421,12 @@ def main() -> int:
             return int(error.exit_code)
     print(json.dumps({"folder": str(recording.folder)}))
     return int(ExitCode.DONE)
+
+
+def end_with_owner() -> None:
+    """End when the process that :func:`run_module` was called in ends, whose id is the first argument."""
+    if sys.argv[1:]:
+        die_with_parent(int(sys.argv[1]))
 
 
 class stdout_to_stderr:

@@ -194,8 +194,9 @@ def score_in_subprocess(job: ScoreJob, *, timeout: float = 3600.0) -> ScoreOutco
 
 def main() -> int:
     """Read a job as JSON on stdin, score it, print the outcome; errors are one line and an exit code."""
-    from evalsched.recording import stdout_to_stderr
+    from evalsched.recording import end_with_owner, stdout_to_stderr
 
+    end_with_owner()
     job = ScoreJob.from_json(json.load(sys.stdin))
     with stdout_to_stderr():
         try:

@@ -194,8 +194,10 @@ class _Watch:
         ):
             program += ["--output", str(self._target(candidate) / "export")]
         process = subprocess.Popen(
-            program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self._fleet.adopt(process.pid)
         self._state.exports.append(_Export(candidate, process))
 
     def _exported(self, one: _Export, now: float) -> None:

@@ -7,6 +7,7 @@ or if its environment carries the stack's id, which every descendant inherits, a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 STACK_VARIABLE = "PLANARIA_STACK"
 """Environment variable with the id of the stack that a process belongs to."""
 SHM_VARIABLE = "PLANARIA_SHM"
@@ -87,6 +89,13 @@ def shared_memory_of(processes: Iterable[ProcessId]) -> set[Path]:
                     names.append(os.readlink(f"/proc/{process.pid}/fd/{link}"))
         found |= {Path(name) for name in names if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
     return found
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process when ``parent`` ends; at once if it is gone already (it died before we could ask)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def detach(process: subprocess.Popen[bytes]) -> int:

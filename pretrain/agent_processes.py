@@ -27,7 +27,6 @@ from pretrain.nursery import ForkedChild, Nursery
 
 MARKER = "PLANARIA_PROCESS"
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 8192
 _TAIL_LINES = 20
 _REAP_SECONDS = 5.0
@@ -40,13 +39,6 @@ def become_subreaper() -> None:
     """Make orphaned descendants children of this process instead of init's."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-
-
-def die_with_parent(parent: int) -> None:
-    """End this process when ``parent`` ends; at once if it is gone already (it died before we could ask)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stat_fields(pid: int) -> list[str] | None:

@@ -31,8 +31,8 @@ from planner.clock import Clock, SystemClock
 from planner.errors import BadInputError, FencedError, one_line
 from planner.messages import Persisted, RankCheckpoint
 from planner.pretrain_config import FaultKind
+from planner.processes import die_with_parent
 from pretrain import published, snapshot
-from pretrain.agent_processes import die_with_parent
 from pretrain.faults import corrupt
 from pretrain.published import Fence
 from pretrain.snapshot import SnapshotError, SnapshotSet

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import signal
 
-from pretrain.agent_processes import die_with_parent
+from planner.processes import die_with_parent
 
 
 def serve(fd: int, host: str, port: int) -> None:
