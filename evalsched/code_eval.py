@@ -14,10 +14,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import evaluate
 import numpy
 
 from evalsched.code_metrics import SOLUTION_LIMITS, run_allowed, verdict_text
@@ -88,7 +90,17 @@ def _pass_at(k: int, total: int, correct: int) -> float:
 
 
 def install() -> None:
-    """Let ``evaluate.load("code_eval")`` give the sandboxed one in this process."""
+    """Let ``evaluate.load("code_eval")`` give the sandboxed one in this process.
+
+    ``evaluate`` itself is imported by the first task that needs it: it takes longer than lm-eval and all else together.
+    """
+    if "evaluate" in sys.modules:
+        _sandbox(sys.modules["evaluate"])
+    elif not any(isinstance(one, _Finder) for one in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _sandbox(evaluate: Any) -> None:
     real = evaluate.load
     if getattr(real, "sandboxes_code_eval", False):
         return
@@ -98,6 +110,22 @@ def install() -> None:
 
     load.sandboxes_code_eval = True  # type: ignore[attr-defined]
     evaluate.load = load
+
+
+class _Finder(MetaPathFinder):
+    """Finds ``evaluate`` where it is, with a loader that changes it before whoever imports it sees it."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == "evaluate" else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _sandbox(module)
 
 
 # ---------------------------------------------------------------- does a task run programs in no other way?

@@ -236,8 +236,10 @@ class _Ward:
 
 
 def _import_for_metrics() -> None:
-    for name in ("celery.concurrency.thread", "celery.worker.consumer", "kombu.transport.redis", "planner.cli",
-                 "evalsched.app", "evalsched.worker", "torch"):  # fmt: skip
+    for name in (
+        "celery.concurrency.thread", "celery.worker.consumer", "kombu.transport.redis", "planner.cli", "evalsched.app",
+        "evalsched.worker", "torch", "transformers.models.auto.tokenization_auto",
+    ):  # fmt: skip
         import_module(name)
     from evalsched.metric_work import preload
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,17 @@ def test_pass_at_k_is_that_of_the_reference() -> None:
 )
 def test_own_ways_to_run_a_program_are_seen(source: str, ways: list[str]) -> None:
     assert code_eval.own_ways(source) == ways
+
+
+def test_evaluate_is_imported_by_the_first_task_that_needs_it_and_then_sandboxes() -> None:
+    """Importing it takes longer than importing lm-eval."""
+    program = (
+        "import sys, evalsched.metric_work as work\n"
+        "work.preload()\n"
+        "before = 'evaluate' in sys.modules\n"
+        "from evaluate import load\n"
+        "import evaluate\n"
+        "print(before, type(load('code_eval')).__name__, evaluate.load is load)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "SandboxedCodeEval", "True"], done.stderr
