@@ -20,17 +20,8 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from pretrain import checkpoint, description, device, plain
 from pretrain.checkpoint import Parts
 from pretrain.published import Fence
-from pretrain.snapshot import (
-    Description,
-    Mapping,
-    Shard,
-    SnapshotError,
-    SnapshotSet,
-    Source,
-    TensorEntry,
-    opened,
-    verify,
-)
+from pretrain.snapshot import Description, Mapping, Shard, SnapshotError, SnapshotSet, TensorEntry, opened, verify
+from pretrain.snapshot_writer import Source
 from pretrain.state import TrainState
 
 

@@ -14,7 +14,7 @@ from pretrain import snapshot, snapshot_state
 from pretrain.checkpoint import Parts
 from pretrain.parallel import Layout
 from pretrain.published import Fence
-from pretrain.snapshot import SnapshotWriter, Taken
+from pretrain.snapshot_writer import SnapshotWriter, Taken
 from pretrain.state import TrainState
 
 MEMORY_VARIABLE = "PLANARIA_SHM"

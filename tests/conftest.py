@@ -22,6 +22,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.lanes import Lanes, take_lane  # noqa: E402
+from tests.support.fork_server import engines, trainers  # noqa: E402, F401
 from tests.support.redis import redis_of_session, store  # noqa: E402, F401
 
 # Machines are shared: how long an example takes says nothing about the code. What judges a change gives the same

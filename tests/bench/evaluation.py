@@ -26,6 +26,7 @@ from evalsched.types import EvalSettings
 from tests.bench.figures import Figure
 from tests.support.demo_model import write_demo_model
 from tests.support.engine_host import EngineHost
+from tests.support.fork_server import engine_server
 from tests.support.lm_tasks import write_tasks
 from tests.support.smollm import gguf_file, smollm
 
@@ -283,7 +284,8 @@ def _swap(bench: Bench) -> list[Figure]:
     other = bench.folder / "other"
     shutil.copytree(bench.model, other)
     began = time.monotonic()
-    host = EngineHost(bench.folder, bench.model)
+    engines = engine_server()
+    host = EngineHost(bench.folder, bench.model, engines)
     try:
         host.call("run", requests=[])
         start = time.monotonic() - began
@@ -294,6 +296,7 @@ def _swap(bench: Bench) -> list[Figure]:
             times.append(time.monotonic() - began)
     finally:
         host.close()
+        engines.close()
     swap = sorted(times)[1]
     return [
         Figure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from planner.redis_server import start_redis
 from planner.store import ClusterStore
 from tests.bench.figures import Figure
 from tests.support.fleet_chaos import chaos
+from tests.support.fork_server import engine_server
 from tests.support.llm_server import MODEL, llm_server
 from tests.support.lm_tasks import write_tasks
 from tests.support.redis import await_that, end_server
@@ -233,7 +235,7 @@ def _judge(folder: Path, quick: bool) -> list[Figure]:
     task = JudgeTask("kindness", "Rate how kind this is, from [[1]] to [[10]]: {question} {answer}", low=1, high=10)
     docs = [{"question": f"Question {number}?"} for number in range(4 if quick else 12)]
     found = []
-    with llm_server(folder, 1024) as url:
+    with contextlib.closing(engine_server()) as engines, llm_server(folder, engines, 1024) as url:
         os.environ["PLANARIA_JUDGE_URL"], os.environ["PLANARIA_JUDGE_MODEL"] = url, MODEL
         for _ in range(2):
             with judging(folder, None) as session:

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.bench.figures import Figure
 from tests.conformance.test_leave_collective import PHASES, serve_cases
-from tests.support.rank_server import RankServer
+from tests.support.fork_server import ForkServer, trainer_server
 from tests.support.ranks import TINY, merged
 from tests.support.reform_cluster import ReformCluster
 from tests.support.schedules import LOSS_TOLERANCE, Schedule, compare, draw, run
@@ -159,7 +159,7 @@ def compare_healing(healed: Sequence[float], step: float, restarted: Sequence[fl
 
 def schedules(count: int) -> list[Figure]:
     """Random fault schedules against undisturbed runs: losses, samples, and what was run again."""
-    server = RankServer()
+    server = trainer_server()
     calm: dict[tuple[int, int, int], ReformCluster] = {}
     worst, needless, joined = 0.0, 0, 0
     kinds, phases = Counter[str](), Counter[str]()
@@ -193,7 +193,7 @@ def _counts(found: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(found.items()))
 
 
-def needlessly_redone(server: RankServer) -> int:
+def needlessly_redone(server: ForkServer) -> int:
     """Over several kills of one of four ranks: micro-batches redone that were not the dead rank's."""
     from planner.microbatches import assign
 

@@ -19,7 +19,7 @@ from pretrain.handover import HandedOverCheckpoints, Place, Placement, placement
 from pretrain.megatron_format import SaveFailedError
 from pretrain.parallel import layout
 from pretrain.published import Fence
-from pretrain.snapshot import Taken
+from pretrain.snapshot_writer import Taken
 from pretrain.state import TrainState
 from tests.support import snapshots
 from tests.support.ranks import tiny

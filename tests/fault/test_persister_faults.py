@@ -20,6 +20,7 @@ from pretrain import published, readback, snapshot
 from pretrain.persister import Persister, PersisterSpec
 from pretrain.persister_keeper import PersisterKeeper
 from pretrain.published import Fence
+from pretrain.snapshot_writer import SnapshotWriter
 from pretrain.targets import FolderTarget
 from tests.support import snapshots
 from tests.support.waiting import wait_until
@@ -262,7 +263,7 @@ def test_the_buffer_being_saved_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_no_room_in_memory_is_said_and_training_goes_on(tmp_path: Path) -> None:
-    writer = snapshot.SnapshotWriter(tmp_path, snapshot.Coordinate(1, 1, 0, 0), clock=lambda: 0.0, memory_bytes=1000)
+    writer = SnapshotWriter(tmp_path, snapshot.Coordinate(1, 1, 0, 0), clock=lambda: 0.0, memory_bytes=1000)
     assert "no room" in writer.begin(snapshots.source(1, rows=1000)).skipped
     assert writer.finish() == 0.0
     writer.close()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.rank_server import RankServer
+from tests.support.fork_server import ForkServer
 from tests.support.reform_cluster import ReformCluster
 from tests.support.schedules import Schedule, compare, draw, run
 
@@ -18,14 +17,7 @@ RANDOM = int(os.environ.get("PLANARIA_FAULT_SCHEDULES", "2"))
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    server = RankServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def calm(server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def calm(trainers: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The undisturbed run of a layout, once per layout."""
     known: dict[tuple[int, int, int], ReformCluster] = {}
 
@@ -33,7 +25,7 @@ def calm(server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
         key = (schedule.world, schedule.tensor, schedule.pipeline)
         if key not in known:
             config = schedule.config(calm=True)
-            known[key] = run(config, schedule, tmp_path_factory.mktemp("calm"), server)
+            known[key] = run(config, schedule, tmp_path_factory.mktemp("calm"), trainers)
         return known[key]
 
     return of
@@ -49,9 +41,9 @@ def schedule(
     return Schedule(world, tensor, pipeline, replace, faults)
 
 
-def heal(case: Schedule, folder: Path, server: RankServer, calm: Any) -> ReformCluster:
+def heal(case: Schedule, folder: Path, trainers: ForkServer, calm: Any) -> ReformCluster:
     """Run and compare; all faults must have fired."""
-    healed = run(case.config(), case, folder, server)
+    healed = run(case.config(), case, folder, trainers)
     assert sorted(set(healed.fired)) == list(range(len(case.faults))), f"fired: {healed.fired}\n{healed.logs()}"
     compare(healed, calm(case))
     return healed
@@ -63,14 +55,14 @@ def redone(cluster: ReformCluster, incarnation: int) -> list[int]:
     return sorted(batch for message in messages for batch in message["redone"])
 
 
-def test_one_after_another_in_forward_reduce_and_optimizer(server: RankServer, calm: Any, tmp_path: Path) -> None:
+def test_one_after_another_in_forward_reduce_and_optimizer(trainers: ForkServer, calm: Any, tmp_path: Path) -> None:
     case = schedule(
         4,
         fault("sigkill", 2, 2, "forward", micro_batch=0),
         fault("exit", 4, 0, "reduce"),
         fault("exception", 6, 3, "optimizer"),
     )
-    healed = heal(case, tmp_path, server, calm)
+    healed = heal(case, tmp_path, trainers, calm)
     # Of five micro-batches rank 0 has two: where it had done neither, its second is shared out as well.
     assert redone(healed, 2) in ([3], [1, 3]), "the dead rank's own micro-batch, and nothing that anybody had done"
     assert redone(healed, 3) == [0, 1]
@@ -78,56 +70,56 @@ def test_one_after_another_in_forward_reduce_and_optimizer(server: RankServer, c
     assert [m["workers"] for _, m in sorted(healed.steps().items())] == [4, 3, 3, 2, 2, 2, 1, 1]
 
 
-def test_silent_ranks_and_errors_that_can_be_retried(server: RankServer, calm: Any, tmp_path: Path) -> None:
+def test_silent_ranks_and_errors_that_can_be_retried(trainers: ForkServer, calm: Any, tmp_path: Path) -> None:
     case = schedule(
         3,
         fault("sigstop", 2, 1, "reduce"),
         fault("nccl_error", 4, 0, "backward", micro_batch=1),
         fault("nccl_error", 6, 2, "optimizer"),
     )
-    healed = heal(case, tmp_path, server, calm)
+    healed = heal(case, tmp_path, trainers, calm)
     assert [m["workers"] for _, m in sorted(healed.steps().items())] == [3] + [2] * 7, "a retry loses nobody"
 
 
-def test_validation_and_saving(server: RankServer, calm: Any, tmp_path: Path) -> None:
+def test_validation_and_saving(trainers: ForkServer, calm: Any, tmp_path: Path) -> None:
     case = schedule(3, fault("sigkill", 3, 1, "evaluate"), fault("sigkill", 6, 0, "save"))
-    healed = heal(case, tmp_path, server, calm)
+    healed = heal(case, tmp_path, trainers, calm)
     published = {m["step"] for m in healed.of("checkpoint") if m["what"] == "published"}
     assert {3, 6, 8} <= published
 
 
-def test_at_the_same_moment_and_while_re_forming(server: RankServer, calm: Any, tmp_path: Path) -> None:
+def test_at_the_same_moment_and_while_re_forming(trainers: ForkServer, calm: Any, tmp_path: Path) -> None:
     case = schedule(
         4,
         fault("sigkill", 3, 0, "forward"),
         fault("sigkill", 3, 2, "forward"),
         fault("sigkill", 3, 1, "reform"),
     )
-    healed = heal(case, tmp_path, server, calm)
+    healed = heal(case, tmp_path, trainers, calm)
     assert healed.incarnation >= 3
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_a_model_parallel_group_is_lost_and_its_replica_goes_on(
-    server: RankServer, calm: Any, tmp_path: Path, tensor: int, pipeline: int
+    trainers: ForkServer, calm: Any, tmp_path: Path, tensor: int, pipeline: int
 ) -> None:
     case = schedule(4, fault("sigkill", 3, 1, "backward", micro_batch=1), tensor=tensor, pipeline=pipeline)
-    healed = heal(case, tmp_path, server, calm)
+    healed = heal(case, tmp_path, trainers, calm)
     assert len(set(redone(healed, 2))) in (2, 3), "the lost replica's micro-batches"
     assert healed.grid.data == 1
 
 
 @pytest.mark.parametrize("seed", range(RANDOM))
-def test_random_schedules(server: RankServer, calm: Any, tmp_path: Path, seed: int) -> None:
+def test_random_schedules(trainers: ForkServer, calm: Any, tmp_path: Path, seed: int) -> None:
     case = draw(seed)
-    compare(run(case.config(), case, tmp_path, server), calm(case))
+    compare(run(case.config(), case, tmp_path, trainers), calm(case))
 
 
-def test_replacements_join_with_the_state_of_a_peer(server: RankServer, tmp_path: Path) -> None:
+def test_replacements_join_with_the_state_of_a_peer(trainers: ForkServer, tmp_path: Path) -> None:
     """Long enough for the replacement to get ready; the curve is compared with a run of one rank."""
     case = Schedule(2, 1, 1, True, (fault("sigkill", 3, 0, "forward"),))
     config = case.config().model_copy(update={"steps": 400})
-    cluster = ReformCluster(config, 2, tmp_path / "healed", server, replace=True)
+    cluster = ReformCluster(config, 2, tmp_path / "healed", trainers, replace=True)
     cluster.run_until(lambda: any(message["joined"] for message in cluster.of("reformed")))
     joined = next(message for message in cluster.of("reformed") if message["joined"])
     last = joined["step"] + 3
@@ -135,7 +127,7 @@ def test_replacements_join_with_the_state_of_a_peer(server: RankServer, tmp_path
     cluster.close()
     assert joined["state_bytes"] > 100_000
     assert cluster.steps()[last]["workers"] == 2
-    calm = ReformCluster(case.config(calm=True).model_copy(update={"steps": 400}), 2, tmp_path / "calm", server)
+    calm = ReformCluster(case.config(calm=True).model_copy(update={"steps": 400}), 2, tmp_path / "calm", trainers)
     calm.run_until(lambda: max(calm.steps(), default=0) >= last)
     calm.close()
     for step in range(1, last + 1):

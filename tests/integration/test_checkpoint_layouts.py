@@ -6,7 +6,6 @@ One pool of four rank processes serves all tests of this module, because importi
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import subprocess
@@ -23,6 +22,7 @@ from pretrain import published
 from pretrain.persister import PersisterSpec
 from pretrain.persister_keeper import PersisterKeeper
 from tests.support.checkpoint_pool import Pool
+from tests.support.fork_server import ForkServer
 from tests.support.waiting import wait_until
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    ranks = Pool(4, tmp_path_factory.mktemp("pool"))
+def pool(trainers: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    ranks = Pool(4, tmp_path_factory.mktemp("pool"), trainers)
     yield ranks
     ranks.close()
 
@@ -215,17 +215,19 @@ def test_transformers_computes_what_megatron_computes(exports: list[dict[str, An
         assert (logits - case["logits"]).abs().max() < 1e-4, case["name"]
 
 
-def test_vllm_computes_what_megatron_computes(exports: list[dict[str, Any]]) -> None:
+def test_vllm_computes_what_megatron_computes(
+    engines: ForkServer, exports: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """The same with vLLM's log-probabilities; one engine, weights swapped in place where the shapes agree."""
-    script = Path(__file__).parent.parent / "support" / "vllm_logprobs.py"
-    request = json.dumps({"tokens": TOKENS, "models": [case["path"] for case in exports]})
-    done = subprocess.run(
-        [sys.executable, str(script)], input=request, capture_output=True, text=True, timeout=290, check=False,
-        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
-                          "TORCHDYNAMO_DISABLE": "1"},
+    request, answer, log = tmp_path / "request.json", tmp_path / "answer.json", tmp_path / "log"
+    request.write_text(json.dumps({"tokens": TOKENS, "models": [case["path"] for case in exports]}))
+    done = engines.start(
+        "tests.support.vllm_logprobs:main", str(request), str(answer), out=log,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+                     "TORCHDYNAMO_DISABLE": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case, found in zip(exports, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    assert done.wait(290) == 0, log.read_text()[-3000:]
+    for case, found in zip(exports, json.loads(answer.read_text()), strict=True):
         logprobs = torch.log_softmax(case["logits"], dim=-1)
         wanted = [float(logprobs[index - 1, token]) for index, token in enumerate(TOKENS) if index]
         assert found == pytest.approx(wanted, abs=1e-4), case["name"]

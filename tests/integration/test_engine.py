@@ -11,6 +11,7 @@ import pytest
 
 from evalsched.types import Request
 from tests.support.engine_host import EngineHost
+from tests.support.fork_server import ForkServer
 from tests.support.tiny_model import write_model
 
 WINDOW = 256
@@ -53,8 +54,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def host(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHost]:
-    host = EngineHost(tmp_path_factory.mktemp("engine"), models[0], exact=True)
+def host(
+    engines: ForkServer, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHost]:
+    host = EngineHost(tmp_path_factory.mktemp("engine"), models[0], engines, exact=True)
     yield host
     host.close()
 

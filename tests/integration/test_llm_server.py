@@ -17,14 +17,15 @@ from planner.errors import MissingServiceError
 from pretrain.diagnosis.agent import AgentSettings, ask
 from pretrain.diagnosis.compression import compress
 from pretrain.diagnosis.rules import classes
+from tests.support.fork_server import ForkServer
 from tests.support.llm_server import MODEL, llm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with llm_server(tmp_path_factory.mktemp("llm")) as found:
+def url(engines: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with llm_server(tmp_path_factory.mktemp("llm"), engines) as found:
         yield found
 
 

@@ -11,8 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +33,7 @@ from evalsched.types import EvalSettings, RequestId, Response
 from planner.events import Action
 from tests.support.demo_model import write_demo_model
 from tests.support.engine_host import EngineHost
+from tests.support.fork_server import Forked, ForkServer
 from tests.support.lm_tasks import SHAPES, write_tasks
 from tests.support.redis import await_that
 from tests.support.smollm import smollm
@@ -62,8 +61,9 @@ FILE_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "highe
 class World:
     """Tasks, models, and what stock lm-eval says of them: both stock processes run side by side from the start."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engines: ForkServer) -> None:
         self.folder = folder
+        self._engines = engines
         self.tasks = write_tasks(folder / "tasks")
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("PLANARIA_CACHE", raising=False)  # made once per machine, not once per test run
@@ -74,15 +74,16 @@ class World:
     def settings(self, model: str, case: str) -> EvalSettings:
         return replace(CASES[model][case], include_path=(str(self.tasks),))
 
-    def _start_stock(self, model: str) -> subprocess.Popen[bytes]:
+    def _start_stock(self, model: str) -> Forked:
         folders = []
         for case in CASES[model]:
             folders.append(self.folder / model / case)
             folders[-1].mkdir(parents=True)
             (folders[-1] / "settings.json").write_text(json.dumps(self.settings(model, case).to_json()))
-        command = [sys.executable, "-m", "tests.support.stock_vllm", str(self.models[model]), *map(str, folders)]
-        with (self.folder / f"{model}.log").open("wb") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        return self._engines.start(
+            "tests.support.stock_vllm:main", str(self.models[model]), *map(str, folders),
+            out=self.folder / f"{model}.log",
+        )  # fmt: skip
 
     def stock(self, model: str, case: str) -> Path:
         """Folder of stock lm-eval's files."""
@@ -92,7 +93,7 @@ class World:
     def host(self, model: str) -> EngineHost:
         """An engine with the model, one process for all cuts."""
         if model not in self._hosts:
-            self._hosts[model] = EngineHost(self.folder / model, self.models[model], exact=True)
+            self._hosts[model] = EngineHost(self.folder / model, self.models[model], self._engines, exact=True)
         return self._hosts[model]
 
     def close(self) -> None:
@@ -104,10 +105,10 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(engines: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("stock")
-        made = World(folder)
+        made = World(folder, engines)
         patch.setenv("PLANARIA_CACHE", str(folder / "cache"))
         yield made
         made.close()

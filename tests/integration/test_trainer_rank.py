@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner import manifest
-from tests.support.rank_server import RankServer
+from tests.support.fork_server import ForkServer
 from tests.support.ranks import RankRun, run_ranks, start_ranks, tiny
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    running = RankServer()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def calm(server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RankRun:
+def calm(trainers: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> RankRun:
     """The run without any disturbance."""
-    return run_ranks(tiny(), 1, tmp_path_factory.mktemp("calm"), server=server)[0]
+    return run_ranks(tiny(), 1, tmp_path_factory.mktemp("calm"), server=trainers)[0]
 
 
 def kinds(run: RankRun) -> list[str]:
@@ -65,10 +57,10 @@ def test_the_real_command_without_a_server(calm: RankRun, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_on_one_rank_publishes_and_ends_all_with_4(
-    server: RankServer, calm: RankRun, tmp_path: Path, rank: int
+    trainers: ForkServer, calm: RankRun, tmp_path: Path, rank: int
 ) -> None:
     config = tiny(checkpoint={"every_steps": 1000}, steps=100000)
-    ranks = start_ranks(config, 2, tmp_path, server=server)
+    ranks = start_ranks(config, 2, tmp_path, server=trainers)
     ranks.wait_for_step(3)
     ranks.signal(rank, signal.SIGTERM)
     runs = ranks.finish()
@@ -81,8 +73,8 @@ def test_sigterm_on_one_rank_publishes_and_ends_all_with_4(
     assert manifest.verify(Path(published[0]["path"])) == []
 
 
-def test_sigterm_before_the_first_step_still_leaves_a_checkpoint(server: RankServer, tmp_path: Path) -> None:
-    ranks = start_ranks(tiny(steps=100000), 1, tmp_path, server=server)
+def test_sigterm_before_the_first_step_still_leaves_a_checkpoint(trainers: ForkServer, tmp_path: Path) -> None:
+    ranks = start_ranks(tiny(steps=100000), 1, tmp_path, server=trainers)
     ranks.wait_for(lambda: bool(ranks.output(0)), 0)
     ranks.signal(0, signal.SIGTERM)
     run = ranks.finish()[0]
@@ -91,9 +83,9 @@ def test_sigterm_before_the_first_step_still_leaves_a_checkpoint(server: RankSer
     assert (tmp_path / "checkpoints" / manifest.step_dir_name(run.of("done")[0]["step"])).is_dir()
 
 
-def test_a_bad_batch_is_left_out_and_said(server: RankServer, calm: RankRun, tmp_path: Path) -> None:
+def test_a_bad_batch_is_left_out_and_said(trainers: ForkServer, calm: RankRun, tmp_path: Path) -> None:
     config = tiny(faults=[{"at_step": 2, "kind": "nan_loss", "rank": 1}])
-    runs = run_ranks(config, 2, tmp_path, server=server)
+    runs = run_ranks(config, 2, tmp_path, server=trainers)
     note = next(message for message in runs[0].of("note") if message["action"] == "samples.skipped")
     assert "loss nan" in note["reason"]
     assert note["details"]["step"] == 2
@@ -121,16 +113,16 @@ def published_state(folder: Path, step: int) -> dict[str, Any]:
     return state
 
 
-def test_a_retried_step_ends_like_an_undisturbed_one(server: RankServer, calm: RankRun, tmp_path: Path) -> None:
+def test_a_retried_step_ends_like_an_undisturbed_one(trainers: ForkServer, calm: RankRun, tmp_path: Path) -> None:
     config = tiny(faults=[{"at_step": 2, "kind": "nan_loss"}], health={"on_bad_gradient": "retry_step"})
-    run = run_ranks(config, 1, tmp_path, server=server)[0]
+    run = run_ranks(config, 1, tmp_path, server=trainers)[0]
     assert run.losses == calm.losses
     assert [note["details"]["verdict"] for note in run.of("note")] == ["retry"]
 
 
-def test_roll_back_ends_the_rank_with_a_named_exception(server: RankServer, tmp_path: Path) -> None:
+def test_roll_back_ends_the_rank_with_a_named_exception(trainers: ForkServer, tmp_path: Path) -> None:
     config = tiny(faults=[{"at_step": 2, "kind": "nan_loss"}], health={"on_bad_gradient": "roll_back"})
-    run = run_ranks(config, 1, tmp_path, server=server, codes=(1,))[0]
+    run = run_ranks(config, 1, tmp_path, server=trainers, codes=(1,))[0]
     error = run.of("exception")[0]
     assert error["type"] == "NonFiniteError"
     assert "step 2: loss nan" in error["message"]
@@ -138,9 +130,9 @@ def test_roll_back_ends_the_rank_with_a_named_exception(server: RankServer, tmp_
     assert [step["step"] for step in run.of("step")] == [1]
 
 
-def test_a_save_that_fails_is_said_and_made_up_for(server: RankServer, calm: RankRun, tmp_path: Path) -> None:
+def test_a_save_that_fails_is_said_and_made_up_for(trainers: ForkServer, calm: RankRun, tmp_path: Path) -> None:
     config = tiny(faults=[{"at_step": 3, "kind": "disk_full", "rank": 1}])
-    runs = run_ranks(config, 2, tmp_path, server=server)
+    runs = run_ranks(config, 2, tmp_path, server=trainers)
     story = [(item["what"], item["step"]) for item in runs[0].of("checkpoint")]
     assert story == [("failed", 3), ("published", 4), ("published", 6)]
     assert "No space left" in runs[0].of("checkpoint")[0]["reason"]
@@ -148,21 +140,21 @@ def test_a_save_that_fails_is_said_and_made_up_for(server: RankServer, calm: Ran
     assert not (tmp_path / "checkpoints" / "step-00000003").exists()
 
 
-def test_too_many_failed_saves_end_the_job(server: RankServer, tmp_path: Path) -> None:
+def test_too_many_failed_saves_end_the_job(trainers: ForkServer, tmp_path: Path) -> None:
     faults = [{"at_step": 3, "kind": "disk_full"}, {"at_step": 4, "kind": "disk_full"}]
     config = tiny(faults=faults, checkpoint={"failures": 2, "every_steps": 3})
-    run = run_ranks(config, 1, tmp_path, server=server, codes=(1,))[0]
+    run = run_ranks(config, 1, tmp_path, server=trainers, codes=(1,))[0]
     assert run.of("exception")[0]["type"] == "SaveFailedError"
     assert [item["what"] for item in run.of("checkpoint")] == ["failed", "failed"]
 
 
 def test_a_damaged_checkpoint_is_refused_by_name_and_an_older_one_used(
-    server: RankServer, calm: RankRun, tmp_path: Path
+    trainers: ForkServer, calm: RankRun, tmp_path: Path
 ) -> None:
     config = tiny(faults=[{"at_step": 6, "kind": "corrupt_checkpoint"}])
-    run_ranks(config, 1, tmp_path, server=server)
+    run_ranks(config, 1, tmp_path, server=trainers)
     newest = tmp_path / "checkpoints" / "step-00000006"
-    again = run_ranks(tiny(), 1, tmp_path, server=server, incarnation=2, resume=str(newest))[0]
+    again = run_ranks(tiny(), 1, tmp_path, server=trainers, incarnation=2, resume=str(newest))[0]
     refused, loaded = again.of("checkpoint")[:2]
     assert (refused["what"], refused["step"]) == ("refused", 6)
     assert "megatron/" in refused["reason"]
@@ -170,32 +162,32 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_an_older_one_used(
     assert again.losses == {step: loss for step, loss in calm.losses.items() if step > 3}
 
 
-def test_without_a_usable_checkpoint_it_does_not_start_over_in_silence(server: RankServer, tmp_path: Path) -> None:
+def test_without_a_usable_checkpoint_it_does_not_start_over_in_silence(trainers: ForkServer, tmp_path: Path) -> None:
     config = tiny(steps=3, faults=[{"at_step": 3, "kind": "corrupt_checkpoint"}])
-    run_ranks(config, 1, tmp_path, server=server)
+    run_ranks(config, 1, tmp_path, server=trainers)
     resume = str(tmp_path / "checkpoints" / "step-00000003")
-    given_up = run_ranks(tiny(), 1, tmp_path, server=server, incarnation=2, resume=resume, codes=(5,))[0]
+    given_up = run_ranks(tiny(), 1, tmp_path, server=trainers, incarnation=2, resume=resume, codes=(5,))[0]
     assert given_up.of("exception")[0]["type"] == "GivenUpError"
     assert "start_over" in given_up.of("exception")[0]["message"]
     allowed = tiny(checkpoint={"start_over": True})
-    fresh = run_ranks(allowed, 1, tmp_path, server=server, incarnation=3, resume=resume)[0]
+    fresh = run_ranks(allowed, 1, tmp_path, server=trainers, incarnation=3, resume=resume)[0]
     assert fresh.of("step")[0]["step"] == 1
 
 
-def test_an_older_incarnation_may_not_publish(server: RankServer, tmp_path: Path) -> None:
-    run_ranks(tiny(steps=3), 1, tmp_path, server=server, incarnation=5)
-    late = run_ranks(tiny(steps=3), 1, tmp_path, server=server, incarnation=4, codes=(1,))[0]
+def test_an_older_incarnation_may_not_publish(trainers: ForkServer, tmp_path: Path) -> None:
+    run_ranks(tiny(steps=3), 1, tmp_path, server=trainers, incarnation=5)
+    late = run_ranks(tiny(steps=3), 1, tmp_path, server=trainers, incarnation=4, codes=(1,))[0]
     assert "incarnation 5" in late.of("exception")[0]["message"]
 
 
-def test_ranks_with_other_text_are_refused(server: RankServer, tmp_path: Path) -> None:
+def test_ranks_with_other_text_are_refused(trainers: ForkServer, tmp_path: Path) -> None:
     """Two nodes whose files differ: one and the same job, but what the pattern finds is not the same."""
     texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for number, path in enumerate(texts):
         path.write_text(f"text number {number} " * 200)
     first = tiny(data={"train": [str(texts[0])]})
     second = tiny(data={"train": [str(texts[1])]})
-    ranks = start_ranks([first, second], 2, tmp_path / "job", server=server)
+    ranks = start_ranks([first, second], 2, tmp_path / "job", server=trainers)
     runs = ranks.finish()
     assert [run.code for run in runs] == [2, 2]
     assert all("ranks [1] see other text than rank 0" in run.log for run in runs)
@@ -210,8 +202,10 @@ def test_ranks_with_other_text_are_refused(server: RankServer, tmp_path: Path) -
         ({"parallel": {"tensor": 2}, "workers": {"min": 2}}, "does not divide the 1 ranks"),
     ],
 )
-def test_bad_input_is_one_line_and_2(server: RankServer, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    run = run_ranks(tiny(**changes), 1, tmp_path, server=server, codes=(2,))[0]
+def test_bad_input_is_one_line_and_2(
+    trainers: ForkServer, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    run = run_ranks(tiny(**changes), 1, tmp_path, server=trainers, codes=(2,))[0]
     assert message in run.log
     assert "Traceback" not in run.log
     assert run.of("exception")[0]["type"] == "BadInputError"

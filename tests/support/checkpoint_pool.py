@@ -7,14 +7,11 @@ import itertools
 import json
 import os
 import select
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).with_name("checkpoint_rank.py")
+from tests.support.fork_server import ForkServer
 
 
 class RankFailedError(AssertionError):
@@ -24,28 +21,19 @@ class RankFailedError(AssertionError):
 class Member:
     """One rank process and its two pipes."""
 
-    def __init__(self, log: Path) -> None:
-        read, write = os.pipe()
+    def __init__(self, log: Path, trainers: ForkServer) -> None:
         self.log = log
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(write)],
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write,),
-                start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        os.close(write)
-        self._read = read
+        commands, command_end = os.pipe()
+        self._read, answers = os.pipe()
+        self.process = trainers.start("tests.support.checkpoint_rank:main", out=log, stdin=commands, keep=answers)
+        os.close(commands)
+        os.close(answers)
+        self._commands = os.fdopen(command_end, "w", buffering=1)
         self._buffer = b""
 
     def send(self, do: str, **arguments: Any) -> None:
         """Give a command without waiting for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write((json.dumps({"do": do} | arguments) + "\n").encode())
-        self.process.stdin.flush()
+        self._commands.write(json.dumps({"do": do} | arguments) + "\n")
 
     def answer(self, seconds: float = 90) -> Any:
         """The next answer; raises when the rank failed, died or took too long."""
@@ -70,24 +58,22 @@ class Member:
 
     def kill(self) -> None:
         """End the process and whatever it started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
         os.close(self._read)
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._commands.close()
 
 
 class Pool:
     """Ranks that can form any layout of up to ``size`` processes."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, trainers: ForkServer) -> None:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._prefix = itertools.count()
-        self.members = [Member(folder / f"rank-{index}.log") for index in range(size)]
+        self.members = [Member(folder / f"rank-{index}.log", trainers) for index in range(size)]
         for member in self.members:
             member.answer()
         self.active: list[Member] = []

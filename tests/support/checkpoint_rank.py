@@ -1,7 +1,7 @@
 """A training rank that obeys JSON lines on standard input: join, train, save, load, snapshot, leave.
 
 One process serves many layouts (it leaves and joins again), because importing torch and Megatron is what
-takes the time. Run as a script; answers are JSON lines on the descriptor given as the first argument.
+takes the time. Answers are JSON lines on the descriptor that it was given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from planner.pretrain_config import PretrainConfig
 from pretrain import checkpoint, device, hf_import, optimizer, parallel, snapshot, snapshot_state
 from pretrain import model as model_module
 from pretrain.published import Fence
+from pretrain.snapshot_writer import SnapshotWriter
 from pretrain.state import TrainState
+from tests.support.fork_server import KEPT
 
 BASE = {
     "name": "pool",
@@ -42,7 +44,7 @@ class Rank:
         self.parts: checkpoint.Parts | None = None
         self.config: PretrainConfig | None = None
         self.layout: parallel.Layout | None = None
-        self.writer: snapshot.SnapshotWriter | None = None
+        self.writer: SnapshotWriter | None = None
 
     def join(self, rank: int, world: int, tensor: int, pipeline: int, port: int, prefix: str, **overrides: Any) -> None:
         """Join a fresh incarnation and build model and optimizer from the seed."""
@@ -166,7 +168,7 @@ class Rank:
         if where.data_rank == 0:
             coordinate = snapshot.Coordinate(where.tensor, where.pipeline, where.tensor_rank, where.pipeline_rank)
             folder = snapshot.job_dir(Path(memory), job)
-            self.writer = snapshot.SnapshotWriter(folder, coordinate, clock=time.monotonic)
+            self.writer = SnapshotWriter(folder, coordinate, clock=time.monotonic)
         return self.writer is not None
 
     def snapshot(self, persist: bool = False, incarnation: int = 1, wait: bool = True) -> dict[str, Any]:
@@ -197,13 +199,13 @@ class Rank:
         return checkpoint.load(Path(path), self.parts).to_json()
 
 
-def main(answers: int) -> None:
+def main() -> None:
     """Serve commands until standard input ends."""
     device.prepare("cpu")
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is not walked through at every leave
     rank = Rank()
-    with os.fdopen(answers, "w", buffering=1) as out:
+    with os.fdopen(KEPT, "w", buffering=1) as out:
         out.write(json.dumps({"ready": True}) + "\n")
         for line in sys.stdin:
             command = json.loads(line)
@@ -215,7 +217,3 @@ def main(answers: int) -> None:
                 text = {"error": f"{kind}: {error}", "traceback": traceback.format_exc()}
                 out.write(json.dumps(text) + "\n")
     parallel.leave()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,6 +1,6 @@
 """A process that holds one engine for all tests of a session, and lm-eval's own vLLM class over the same weights.
 
-As a script: reads commands as JSON lines on standard input, answers as JSON lines on the file descriptor given.
+It reads commands as JSON lines on standard input and answers as JSON lines on the descriptor that it was given.
 """
 
 from __future__ import annotations
@@ -8,38 +8,34 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
-import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.support.fork_server import KEPT, ForkServer
+
 
 class EngineHost:
     """The tests' end."""
 
-    def __init__(self, folder: Path, model: Path, **settings: Any) -> None:
-        read, write = os.pipe()
+    def __init__(self, folder: Path, model: Path, engines: ForkServer, **settings: Any) -> None:
         self._log = folder / "engine-host.log"
-        with self._log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.engine_host", str(write), str(model), json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write,),
-                start_new_session=True,
-            )
-        os.close(write)
-        self._read, self._buffer = read, b""
+        commands, command_end = os.pipe()
+        self._read, answers = os.pipe()
+        self._process = engines.start(
+            "tests.support.engine_host:main", str(model), json.dumps(settings), out=self._log, stdin=commands,
+            keep=answers,
+        )  # fmt: skip
+        os.close(commands)
+        os.close(answers)
+        self._commands = os.fdopen(command_end, "w", buffering=1)
+        self._buffer = b""
 
     def call(self, do: str, seconds: float = 300, **arguments: Any) -> Any:
         """Run one command and return its value; raises AssertionError with the host's error."""
-        assert self._process.stdin is not None
-        self._process.stdin.write((json.dumps({"do": do, **arguments}) + "\n").encode())
-        self._process.stdin.flush()
+        self._commands.write(json.dumps({"do": do, **arguments}) + "\n")
         end = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             if not select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -59,10 +55,9 @@ class EngineHost:
 
     def close(self) -> None:
         """End it."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._commands.close()
         os.close(self._read)
 
 
@@ -234,19 +229,15 @@ class _Offline:
 
 def main() -> None:
     """Serve until the input ends."""
-    out = os.fdopen(int(sys.argv[1]), "w")
+    out = os.fdopen(KEPT, "w")
     host: _Host | None = None
     for line in sys.stdin:
         command = json.loads(line)
         try:
             if host is None:
-                host = _Host(Path(sys.argv[2]), json.loads(sys.argv[3]))
+                host = _Host(Path(sys.argv[1]), json.loads(sys.argv[2]))
             answer = {"value": getattr(host, command.pop("do"))(**command)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         out.write(json.dumps(answer) + "\n")
         out.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import runpy
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from planner.redis_server import free_port
+from tests.support.fork_server import ForkServer
 from tests.support.redis import await_that
 from tests.support.smollm import smollm
 
@@ -21,23 +19,26 @@ PATIENCE = 240.0
 
 
 @contextmanager
-def llm_server(folder: Path, length: int = 2048) -> Iterator[str]:
+def llm_server(folder: Path, engines: ForkServer, length: int = 2048) -> Iterator[str]:
     """A server in a session of its own; gives its base URL. ``length`` is its context in tokens."""
     port, log = free_port(), folder / "llm-server.log"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm()), "--port", str(port),
-        "--host", "127.0.0.1", "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", str(length),
-    ]  # fmt: skip
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    with log.open("wb") as stream:
-        server = subprocess.Popen(command, env=os.environ | own, stdout=stream, stderr=stream, start_new_session=True)
+    server = engines.start(
+        "tests.support.llm_server:serve", "--model", str(smollm()), "--port", str(port), "--host", "127.0.0.1",
+        "--served-model-name", MODEL, "--enforce-eager", "--max-model-len", str(length), out=log,
+        environment={"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+    )  # fmt: skip
     try:
         await_that(lambda: _listens(port) or server.poll() is not None, PATIENCE, "the server answers")
         assert server.poll() is None, log.read_text(errors="replace")[-2000:]
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        server.kill()
         server.wait()
+
+
+def serve() -> None:
+    """Be ``python -m vllm.entrypoints.openai.api_server``."""
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
 
 def _listens(port: int) -> bool:

@@ -18,9 +18,10 @@ from typing import Any
 from planner.messages import RankSpec
 from planner.pretrain_config import PretrainConfig
 from planner.stdlib_corpus import library_folder
-from tests.support.rank_server import ForkedRank, RankServer
+from tests.support.fork_server import Forked, ForkServer
 
 DEADLINE_SECONDS = 120.0
+RANK = "pretrain.rank:main"
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -72,7 +73,7 @@ class Ranks:
     """Ranks of one incarnation, under way."""
 
     folder: Path
-    processes: list[subprocess.Popen[bytes] | ForkedRank] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes] | Forked] = field(default_factory=list)
     store: Any = None
 
     def output(self, rank: int) -> list[dict[str, Any]]:
@@ -138,7 +139,7 @@ def start_ranks(
     job_folder: Path,
     *,
     incarnation: int = 1,
-    server: RankServer | None = None,
+    server: ForkServer | None = None,
     **fields: Any,
 ) -> Ranks:
     """Start ``world`` ranks with a rendezvous store in this process, as new processes or forked by ``server``.
@@ -170,7 +171,7 @@ def start_ranks(
         out, err = ranks.folder / f"rank-{rank}.out", ranks.folder / f"rank-{rank}.err"
         out.touch()
         err.touch()
-        ranks.processes.append(server.start(path, out, err) if server else _spawn(path, out, err))
+        ranks.processes.append(server.start(RANK, str(path), out=out, err=err) if server else _spawn(path, out, err))
     return ranks
 
 

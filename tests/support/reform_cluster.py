@@ -24,13 +24,14 @@ from typing import Any
 from planner.messages import LeaveCollective, RankSpec, Reform
 from planner.pretrain_config import PretrainConfig
 from planner.rank_map import Grid, enlarged, grid, without
-from tests.support.rank_server import ForkedRank, RankServer
+from tests.support.fork_server import Forked, ForkServer
+from tests.support.ranks import RANK
 
 DECLARE_SECONDS = 0.3
 """After this a rank that stopped or hangs is declared hung (detection itself is tested elsewhere)."""
 
 
-def kill(process: ForkedRank) -> None:
+def kill(process: Forked) -> None:
     """SIGKILL a rank that may be gone already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGKILL)
@@ -41,7 +42,7 @@ class Member:
     """One rank process."""
 
     number: int
-    process: ForkedRank
+    process: Forked
     log: Path
     origin: int
     connection: socket.socket | None = None
@@ -62,7 +63,7 @@ class ReformCluster:
     config: PretrainConfig
     world: int
     folder: Path
-    server: RankServer
+    server: ForkServer
     replace: bool = False
     """Start a replacement for each replica that is lost, and take it in."""
     hung_seconds: float = 8.0
@@ -113,7 +114,7 @@ class ReformCluster:
         path.write_text(spec.model_dump_json(by_alias=True))
         log = self.run_dir / f"rank-{self.incarnation}-{number}.log"
         log.touch()
-        process = self.server.start(path, log, log)
+        process = self.server.start(RANK, str(path), out=log)
         self.members.append(Member(number, process, log, origin, waiting=joining, holds=not joining))
 
     def alive(self, *, waiting: bool = False) -> list[Member]:

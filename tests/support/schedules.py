@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.pretrain_config import PretrainConfig
 from planner.rank_map import grid
-from tests.support.rank_server import RankServer
+from tests.support.fork_server import ForkServer
 from tests.support.ranks import tiny
 from tests.support.reform_cluster import ReformCluster
 
@@ -70,7 +70,7 @@ def draw(seed: int) -> Schedule:
     return Schedule(world, tensor, pipeline, chance.random() < 0.5, tuple(faults))
 
 
-def run(config: PretrainConfig, schedule: Schedule, folder: Path, server: RankServer) -> ReformCluster:
+def run(config: PretrainConfig, schedule: Schedule, folder: Path, server: ForkServer) -> ReformCluster:
     """Run the job to its end with real ranks."""
     cluster = ReformCluster(config, schedule.world, folder, server, replace=schedule.replace)
     cluster.run()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pretrain import plain, snapshot
-from pretrain.snapshot import Coordinate, SnapshotWriter, Source
+from pretrain.snapshot import Coordinate
+from pretrain.snapshot_writer import SnapshotWriter, Source
 
 
 def tensors(step: int, rows: int = 8) -> dict[str, torch.Tensor]:

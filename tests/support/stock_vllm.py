@@ -1,4 +1,4 @@
-"""Stock lm-eval with its own vLLM class: ``python -m tests.support.stock_vllm MODEL FOLDER...``.
+"""Stock lm-eval with its own vLLM class: ``python -m tests.support.stock_vllm MODEL FOLDER...``, or forked.
 
 Each folder holds a ``settings.json`` and gets lm-eval's results. lm-eval asks the metadata for a package that the CPU
 build is not called by, so its version is given here; the engine runs under the conditions of ``--exact``.

@@ -1,7 +1,7 @@
 """Log-probabilities of one prompt under several models, in one vLLM engine where their shapes agree.
 
-Reads ``{"tokens": [...], "models": [...]}`` on standard input; the last line of standard output is a list with one
-list of log-probabilities (of each token after the first) per model.
+Reads ``{"tokens": [...], "models": [...]}`` from the file named first and writes, to the one named second, a list with
+one list of log-probabilities (of each token after the first) per model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    request = json.loads(sys.stdin.read())
+    request = json.loads(Path(sys.argv[1]).read_text())
     tokens = request["tokens"]
     settings = SamplingParams(prompt_logprobs=1, max_tokens=1, temperature=0, detokenize=False)
     answers: list[list[float]] = []
@@ -38,8 +38,4 @@ def main() -> None:
             loaded = shape_of(model)
         out = engine.generate([TokensPrompt(prompt_token_ids=tokens)], settings, use_tqdm=False)[0]
         answers.append([out.prompt_logprobs[index][token].logprob for index, token in enumerate(tokens) if index])
-    print(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    main()
+    Path(sys.argv[2]).write_text(json.dumps(answers))
