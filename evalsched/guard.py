@@ -1,7 +1,8 @@
 """Ends private processes when their owner is gone, however it went.
 
-``python -m evalsched.guard FOLDER`` reads process ids, one a line, from standard input. When the input ends (the
-owner closed it, or was killed) it kills their process groups and removes the folder.
+``python -m evalsched.guard FOLDER`` reads process ids and when each of them started, one a line, from standard input.
+When the input ends (the owner closed it, or was killed) it kills their process groups and removes the folder. A number
+that the system gave to another process meanwhile is left alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Guard:
     def add(self, pid: int) -> None:
         """Let ``pid``, the leader of its session, not outlive this process."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{pid}\n".encode())
+        self._process.stdin.write(f"{pid} {_start(pid) or ''}\n".encode())
         self._process.stdin.flush()
 
     def close(self) -> None:
@@ -39,14 +40,23 @@ class Guard:
         self._process.wait()
 
 
+def _start(pid: int) -> str | None:
+    """Start of a process in ticks since boot (proc(5), field 22); None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
 def main(folder: str) -> None:
     """Wait for the end of the input, then end and remove everything."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    leaders = [int(line) for line in sys.stdin if line.strip().isdigit()]
-    for leader in leaders:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
+    for line in sys.stdin.readlines():
+        leader, _, start = line.strip().partition(" ")
+        if _start(int(leader)) in (None, start):  # its children may live on when it is gone itself
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(int(leader), signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 
 

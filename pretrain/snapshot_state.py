@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -124,27 +125,35 @@ def _sharded(entry: TensorEntry, mapping: Mapping) -> ShardedTensor:
 def load(snapshot: SnapshotSet, parts: Parts) -> TrainState:
     """Put a snapshot of any layout into the live objects; no collective, each rank reads what it needs.
 
-    Every shard is compared with its hash first.
+    Every shard is compared with its hash, on a thread beside the copying; nothing is returned before that is done.
 
     Raises:
         SnapshotError: shards are missing, damaged or overwritten meanwhile, or belong to another model. The live
             objects may then hold a mixture and must be filled from another tier.
     """
     with contextlib.ExitStack() as stack, torch.no_grad():
+        held = [(shard, stack.enter_context(opened(shard))) for shard in needed(snapshot, parts)]
+        checks = stack.enter_context(ThreadPoolExecutor(1)).map(lambda one: verify(*one), held)
         pieces: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
-        for shard in needed(snapshot, parts):
-            mapping = stack.enter_context(opened(shard))
-            verify(shard, mapping)
+        for shard, mapping in held:
             for entry in shard.description.tensors:
                 shape = (1,) * entry.prepend_axis_num + entry.local_shape
                 pieces.setdefault(entry.key, {})[entry.global_offset] = mapping.tensor(entry).reshape(shape)
         common = plain.decode(snapshot.shards[0].description.common)
         if shards_optimizer(parts.optimizer):
             loaded = _assembled(parts, pieces, common)
+            _await(checks)
             return checkpoint.restore(parts, loaded)
         for value in targets(parts):
             _fill(value, pieces)
+        _await(checks)
         return restore_plain(parts, common)
+
+
+def _await(checks: Iterable[None]) -> None:
+    """Raise what a check found."""
+    for _ in checks:
+        pass
 
 
 def needed(snapshot: SnapshotSet, parts: Parts) -> list[Shard]:
