@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from evalsched.models import ModelFacts
 from evalsched.prompts import Encoded, Encoder, Prompt, score_of, text_of, value_of
+from evalsched.scored_tail import SCORED_FROM, ScoredTail
 from evalsched.strictness import FlagKind
 from evalsched.types import Request, Response, Window
 from planner.errors import BadInputError, WorkFailedError
@@ -199,6 +200,7 @@ class VllmEngine:
             "max_num_seqs": MAX_SEQUENCES,
             "tensor_parallel_size": self.settings.tensor_parallel,
             "disable_log_stats": True,
+            "worker_extension_cls": f"{ScoredTail.__module__}.{ScoredTail.__qualname__}",
         }
         if self.device == "cpu":
             arguments["kv_cache_memory_bytes"] = cache_bytes(
@@ -209,7 +211,10 @@ class VllmEngine:
         if self.settings.exact:
             arguments |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}
         try:
-            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            if not all(engine.collective_rpc(ScoredTail.score_tails_only.__name__)):
+                log.warning("action=score_tails reason=this vLLM computes a prompt's log-probabilities in another way")
+            return engine
         except Exception as error:
             raise EngineError(
                 f"{self.facts.folder}: the engine cannot load it: {type(error).__name__}: {error}"
@@ -334,7 +339,10 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         if prompt.sampling is None:
-            parameters = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
+            parameters = SamplingParams(
+                temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False,
+                extra_args={SCORED_FROM: prompt.scored_from},
+            )  # fmt: skip
         else:
             parameters = SamplingParams(**prompt.sampling)
         parameters.output_kind = RequestOutputKind.FINAL_ONLY

@@ -95,6 +95,16 @@ def test_answers_do_not_depend_on_the_batch_in_exact_mode(host: EngineHost) -> N
     assert values(host.call("run", requests=requests[::-1])) == together
 
 
+def test_what_nobody_reads_is_not_computed_and_changes_no_bit(host: EngineHost) -> None:
+    requests = [
+        request("loglikelihood", f"{number:0>200}", " yes no"[: 1 + number % 7], doc=number) for number in range(40)
+    ]
+    requests += mixed(40, seed=4)
+    ours, whole = (host.call("rows", requests=requests, whole=one) for one in (False, True))
+    assert values(ours["answers"]) == values(whole["answers"])
+    assert ours["rows"] < whole["rows"] - 40 * 170, "of each of the first forty at most 23 rows"
+
+
 def test_what_a_pass_generates_has_room_in_the_cache_in_exact_mode(host: EngineHost) -> None:
     """200 prompts fit into one pass, and what they generate takes 400 blocks of a cache of 256."""
     settings = {"until": [], "max_gen_toks": 110, "do_sample": False}

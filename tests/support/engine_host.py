@@ -161,6 +161,27 @@ class _Host:
             scheduler._preempt_request = preempt
         return count
 
+    def rows(self, requests: list[Any], whole: bool) -> dict[str, Any]:
+        """Responses, and how many rows of logits were computed for them; ``whole``: as vLLM itself would."""
+        runner = self.engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        tails, model = runner._get_prompt_logprobs_dict, runner.model
+        compute, count = model.compute_logits, 0
+
+        def counting(states: Any) -> Any:
+            nonlocal count
+            count += len(states)
+            return compute(states)
+
+        model.compute_logits = counting
+        if whole:
+            runner._get_prompt_logprobs_dict = type(runner)._get_prompt_logprobs_dict.__get__(runner)
+        try:
+            answers = self.run(requests)
+        finally:
+            del model.compute_logits
+            runner._get_prompt_logprobs_dict = tails
+        return {"answers": answers, "rows": count}
+
     def wrong_weights(self) -> str:
         """Put a wrong number into the engine's weights; what the proof says to that."""
         import torch
