@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from evalsched.models import ModelFacts
 from evalsched.prompts import Encoded, Encoder, Prompt, score_of, text_of, value_of
-from evalsched.scored_tail import SCORED_FROM, ScoredTail
+from evalsched.scored_tail import SCORED_FROM, ScoredTail, lacks_rows
 from evalsched.strictness import FlagKind
 from evalsched.types import Request, Response, Window
 from planner.errors import BadInputError, WorkFailedError
@@ -97,6 +97,9 @@ class Engine(Protocol):
     def swap(self, folder: Path) -> None:
         """Put another checkpoint of the same architecture and tokenizer into the engine, and prove it."""
 
+    def forget(self) -> None:
+        """Drop what is kept of prompts, so that the next ones are computed whole."""
+
     def close(self) -> None:
         """Give back the device's memory."""
 
@@ -158,6 +161,8 @@ class _Flight:
     encoded: Encoded
     waiting: set[int]
     results: dict[int, tuple[float, bool] | str] = field(default_factory=dict)
+    anew: set[int] = field(default_factory=set)
+    """Prompts that were computed a second time, whole."""
     generated: int = 0
     started: float = 0.0
 
@@ -212,7 +217,8 @@ class VllmEngine:
             arguments |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}
         try:
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-            if not all(engine.collective_rpc(ScoredTail.score_tails_only.__name__)):
+            self._tails_only = all(engine.collective_rpc(ScoredTail.score_tails_only.__name__))
+            if not self._tails_only:
                 log.warning("action=score_tails reason=this vLLM computes a prompt's log-probabilities in another way")
             return engine
         except Exception as error:
@@ -331,17 +337,20 @@ class VllmEngine:
                     continue
                 index, part = names.pop(output.request_id)
                 flight = flights[index]
-                self._note(flight, part, output)
-                if not flight.waiting:
+                if not self._note(flight, part, output):
+                    prompt = flight.encoded.prompts[part]
+                    names[self._add(prompt, self._parameters(prompt, whole=True))] = (index, part)
+                elif not flight.waiting:
                     yield index, self._finish(flight)
 
-    def _parameters(self, prompt: Prompt) -> Any:
+    def _parameters(self, prompt: Prompt, *, whole: bool = False) -> Any:
+        """``whole``: nothing of a scored prompt comes from the prefix cache, as is vLLM's own way."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         if prompt.sampling is None:
             parameters = SamplingParams(
                 temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False,
-                extra_args={SCORED_FROM: prompt.scored_from},
+                extra_args={SCORED_FROM: prompt.scored_from}, skip_reading_prefix_cache=whole or not self._tails_only,
             )  # fmt: skip
         else:
             parameters = SamplingParams(**prompt.sampling)
@@ -354,15 +363,21 @@ class VllmEngine:
         self._llm.add_request(name, _tokens_input(prompt.tokens), parameters)
         return name
 
-    def _note(self, flight: _Flight, part: int, output: Any) -> None:
+    def _note(self, flight: _Flight, part: int, output: Any) -> bool:
+        """Take a prompt's result; False where scored tokens were found in the prefix cache, which has no logits."""
         prompt = flight.encoded.prompts[part]
-        flight.waiting.discard(part)
         if prompt.sampling is None:
-            flight.results[part] = score_of(prompt, _plain(output.prompt_logprobs))
+            entries = _plain(output.prompt_logprobs)
+            if part not in flight.anew and lacks_rows(prompt.tokens, prompt.scored_from, entries):
+                flight.anew.add(part)
+                return False
+            flight.results[part] = score_of(prompt, entries)
         else:
             completion = output.outputs[0]
             flight.results[part] = text_of(flight.encoded, completion.text)
             flight.generated += len(completion.token_ids)
+        flight.waiting.discard(part)
+        return True
 
     def _finish(self, flight: _Flight) -> Response:
         one = flight.encoded
@@ -441,6 +456,10 @@ class VllmEngine:
         """The engine's tensor of that name, or None (merged, sharded or repacked parameters are not found)."""
         runner = self._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         return dict(runner.get_model().named_parameters()).get(name)
+
+    def forget(self) -> None:
+        """Drop the prefix cache."""
+        self._llm.reset_prefix_cache()
 
     def close(self) -> None:
         """Shut the engine down."""

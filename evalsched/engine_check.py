@@ -16,7 +16,7 @@ from evalsched.models import ModelFacts
 from evalsched.types import Request, RequestId, Response
 
 if TYPE_CHECKING:
-    from evalsched.engine import Engine, VllmEngine
+    from evalsched.engine import VllmEngine
 
 SMALL_MODEL = 400 << 20
 """Bytes of weights up to which a whole forward pass by transformers is the proof."""
@@ -155,11 +155,6 @@ def sample_documents(requests: Sequence[Request], count: int, seed: int = 0) -> 
             break
         chosen.extend(found)
     return chosen
-
-
-def rerun_singly(engine: Engine, requests: Sequence[Request]) -> list[Response]:
-    """The answers to ``requests`` when each is alone in the engine."""
-    return [response for request in requests for response in engine.run([request])]
 
 
 def choice_lengths(requests: Iterable[Request]) -> dict[RequestId, int]:

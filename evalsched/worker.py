@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +37,7 @@ from evalsched.messages import (
     Warm,
     infer_queue,
 )
+from evalsched.types import Request, Response
 from planner.errors import BadInputError, ExitCode, MissingServiceError, PlanariaError, one_line
 from planner.events import Action
 from planner.leases import RenewStatus
@@ -359,9 +360,7 @@ class InferWorker(Worker):
         """Whether every request was answered; answers are flushed as they come."""
         waiting: list[dict[str, Any]] = []
         done, flushed = 0, time.monotonic()
-        groups = [[request] for request in shard.requests] if message.singly else [shard.requests]
-        answers = (response for group in groups for response in self.resident.engine.run(group, self._stop))
-        for response in answers:
+        for response in self._answers(shard.requests, singly=message.singly):
             waiting.append(response.to_json())
             done += 1
             if len(waiting) >= FLUSH_RESPONSES or time.monotonic() - flushed > FLUSH_SECONDS:
@@ -370,6 +369,16 @@ class InferWorker(Worker):
                 flushed = time.monotonic()
         self._flush(message, waiting)
         return done == len(shard.requests)
+
+    def _answers(self, requests: Sequence[Request], *, singly: bool) -> Iterator[Response]:
+        """Together, or each alone with nothing kept of those before."""
+        engine = self.resident.engine
+        if not singly:
+            yield from engine.run(requests, self._stop)
+            return
+        for request in requests:
+            engine.forget()
+            yield from engine.run([request], self._stop)
 
     def _stop(self) -> bool:
         """Asked by the engine before each step."""

@@ -123,7 +123,8 @@ class Run:
 def _command(bench: Bench, output: Path, settings: EvalSettings, workers: int) -> list[str]:
     return [
         sys.executable, "-m", "tests.support.pinned_eval", _cores(workers), "eval", str(bench.model),
-        "--tasks", ",".join(settings.tasks), "--include-path", settings.include_path[0], "--exact",
+        "--tasks", ",".join(settings.tasks), "--include-path", settings.include_path[0],
+        *(["--exact"] if settings.exact else []),
         "--workers", str(workers), "--output", str(output), "--json",
     ]  # fmt: skip
 
@@ -171,12 +172,14 @@ def _one_task(bench: Bench) -> list[Figure]:
     warm = _ours(bench, settings, cache="one", output="one-warm")
     both = _ours(bench, settings, 2, cache="two", output="two-cold")
     both_warm = _ours(bench, settings, 2, cache="two", output="two-warm")
-    for run in (cold, warm, both, both_warm):
+    shared = _ours(bench, replace(settings, exact=False), cache="default", output="one-default")
+    for run in (cold, warm, both, both_warm, shared):
         _same(run, results)
     what = f"one large task, {bench.name}"
     return [
         _ratio(f"{what}: one worker against one process (cold)", cold.spent, stock, 1.0),
         _ratio(f"{what}: one worker against one process (warm)", warm.spent, stock, 1.0),
+        _ratio(f"{what}: one worker without --exact against one process (cold)", shared.spent, stock, 1.0),
         _ratio(f"{what}: two workers against one process (cold)", both.spent, stock, 0.65),
         _ratio(f"{what}: two workers against one process (warm)", both_warm.spent, stock, 0.65),
         _bookkeeping(f"{what}: recording and scoring against the whole trial (cold)", cold),

@@ -105,6 +105,33 @@ def test_what_nobody_reads_is_not_computed_and_changes_no_bit(host: EngineHost) 
     assert ours["rows"] < whole["rows"] - 40 * 170, "of each of the first forty at most 23 rows"
 
 
+def test_what_scored_prompts_share_is_computed_once(
+    host: EngineHost, engines: ForkServer, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Outside exact mode: contexts come from the prefix cache, and a continuation that lies in it is computed again."""
+    shots = "".join(f"Question {number}, answer {number * 7}. " for number in range(7))[:150]
+    requests = [
+        request("loglikelihood", shots + f" Question {number}?", f" answer {choice}", doc=4 * number + choice)
+        for number in range(5)
+        for choice in range(4)
+    ]
+    twice = [request("loglikelihood", "The same twice", "z" * 150, doc=100 + number) for number in range(2)]
+    rolling = [request("loglikelihood_rolling", shots + str(number), doc=200 + number) for number in range(3)]
+    sharing = EngineHost(tmp_path, models[0], engines)
+    try:
+        found = sharing.call("shared", requests=requests + twice + rolling)
+        again = sharing.call("run", requests=requests + twice + rolling)
+    finally:
+        sharing.close()
+    exact = values(host.call("run", requests=requests + twice + rolling))
+    for answers in (found["answers"], again):
+        assert values(answers).keys() == exact.keys()
+        for doc, value in values(answers).items():
+            assert value == pytest.approx(exact[doc], abs=1e-4), doc
+    assert found["cached"] >= 15 * 128, "a block of the cache is 128 tokens on CPU"
+    assert found["anew"] >= 1
+
+
 def test_what_a_pass_generates_has_room_in_the_cache_in_exact_mode(host: EngineHost) -> None:
     """200 prompts fit into one pass, and what they generate takes 400 blocks of a cache of 256."""
     settings = {"until": [], "max_gen_toks": 110, "do_sample": False}

@@ -10,18 +10,19 @@ import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evalsched.scored_tail import LEAST_ROWS, SCORED_FROM, tails
+from evalsched.scored_tail import LEAST_ROWS, SCORED_FROM, lacks_rows, tails
 
-Prompt = tuple[int, int | None, list[int]]
-"""(length, position of the first scored token or None, tokens of each step)."""
+Prompt = tuple[int, int | None, int, list[int]]
+"""(length, position of the first scored token or None, tokens in the prefix cache, tokens of each step)."""
 
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Prompt:
     length = draw(st.integers(2, 60))
     first = draw(st.none() | st.integers(1, length - 1))
-    borders = sorted(draw(st.sets(st.integers(1, length - 1), max_size=4)))
-    return length, first, [b - a for a, b in zip([0, *borders], [*borders, length], strict=True)]
+    cached = draw(st.just(0) | st.integers(0, length - 1)) if first is not None else 0
+    borders = sorted(one for one in draw(st.sets(st.integers(1, length - 1), max_size=4)) if one > cached)
+    return length, first, cached, [b - a for a, b in zip([cached, *borders], [*borders, length], strict=True)]
 
 
 class Runner:
@@ -33,10 +34,11 @@ class Runner:
         self.query_start_loc = SimpleNamespace(np=numpy.zeros(len(given) + 1, dtype=numpy.int32))
         self.requests = {
             name: SimpleNamespace(
-                prompt_token_ids=list(range(length)), num_computed_tokens=0, in_progress_prompt_logprobs_cpu="begun",
+                prompt_token_ids=list(range(length)), num_computed_tokens=cached,
+                in_progress_prompt_logprobs_cpu="begun",
                 sampling_params=SimpleNamespace(extra_args=None if first is None else {SCORED_FROM: first}),
             )
-            for name, (length, first, _) in given.items()
+            for name, (length, first, cached, _) in given.items()
         }  # fmt: skip
         self.rows: dict[str, list[tuple[int, int]]] = {name: [] for name in given}
         self.completed: dict[str, int] = {}
@@ -62,7 +64,7 @@ def test_exactly_the_rows_that_are_read_are_computed_where_they_lie(given: list[
     named = {f"r{number}": prompt for number, prompt in enumerate(given)}
     runner = Runner(named)
     places: dict[str, dict[int, int]] = {name: {} for name in named}
-    waiting = {name: list(steps) for name, (_, _, steps) in named.items()}
+    waiting = {name: list(steps) for name, (*_, steps) in named.items()}
     step = 0
     while any(waiting.values()):
         going = [name for name, steps in waiting.items() if steps]
@@ -82,6 +84,16 @@ def test_exactly_the_rows_that_are_read_are_computed_where_they_lie(given: list[
             runner.requests[name].num_computed_tokens += count
             assert (name in runner.completed) == (not waiting[name]), "ended in the step of its last token"
         step += 1
-    for name, (length, first, _) in named.items():
+    for name, (length, first, cached, _) in named.items():
         least = 0 if first is None else max(0, min(first, length - LEAST_ROWS) - 1)
-        assert runner.rows[name] == [(row, places[name][row]) for row in range(least, length - 1)]
+        assert runner.rows[name] == [(row, places[name][row]) for row in range(max(least, cached), length - 1)]
+
+
+def test_a_row_that_was_not_computed_is_noticed() -> None:
+    nan = float("nan")
+    computed = [None, {5: nan, 0: nan}, {7: -1.0, 3: -0.5}, {0: -2.0}]
+    assert not lacks_rows([4, 5, 7, 0], 2, computed)
+    assert lacks_rows([4, 5, 7, 0], 1, computed)
+    assert lacks_rows([4, 5, 8, 0], 2, computed), "the row is about no token of the prompt"
+    assert lacks_rows([4, 5, 7, 0], 2, [*computed[:3], {0: nan}])
+    assert not lacks_rows([4], 0, [None])

@@ -182,6 +182,25 @@ class _Host:
             runner._get_prompt_logprobs_dict = tails
         return {"answers": answers, "rows": count}
 
+    def shared(self, requests: list[Any]) -> dict[str, Any]:
+        """Responses, the prompts' tokens that came from the prefix cache, and how many prompts were computed again."""
+        note, cached, anew = self.engine._note, 0, 0
+
+        def counting(flight: Any, part: int, output: Any) -> bool:
+            nonlocal cached, anew
+            cached += output.num_cached_tokens
+            taken = note(flight, part, output)
+            anew += not taken
+            return taken
+
+        self.engine._note = counting  # type: ignore[method-assign]
+        self.engine.forget()
+        try:
+            answers = self.run(requests)
+        finally:
+            del self.engine._note
+        return {"answers": answers, "cached": cached, "anew": anew}
+
     def wrong_weights(self) -> str:
         """Put a wrong number into the engine's weights; what the proof says to that."""
         import torch

@@ -43,6 +43,9 @@ class StubEngine:
                 time.sleep(pause)
             yield Response(id=request.id, value=(-1.0, True)) if plain else respond(request)
 
+    def forget(self) -> None:
+        """See :class:`evalsched.engine.Engine`."""
+
 
 def _says(name: str, text: str) -> bool:
     word, flag = os.environ.get(name), os.environ.get("STUB_ONLY_WHILE")
