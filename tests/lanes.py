@@ -32,10 +32,11 @@ CLUSTER_FILES = frozenset({
     "tests/integration/test_peer_staging.py",
     "tests/integration/test_real_job.py",
     "tests/integration/test_scheduler.py",
+    "tests/integration/test_simulator_against_reality.py",
     "tests/integration/test_stack.py",
     "tests/integration/test_supervised_job.py",
 })  # fmt: skip
-"""Files whose tests have time limits."""
+"""Files whose tests have time limits, or compare seconds."""
 LONG_FILES = frozenset({
     "tests/integration/test_checkpoint_layouts.py",
     "tests/integration/test_eval_command.py",
