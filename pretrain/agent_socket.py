@@ -80,14 +80,18 @@ class RankChannel:
         self._server.close()
         self.path.unlink(missing_ok=True)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+    def _accept(self) -> bool:
+        """Take one connection that waits; False when there is none."""
+        try:
             client, _ = self._server.accept()
-            client.setblocking(False)
-            packed = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            connection = Connection(client, struct.unpack("3i", packed)[0])
-            self._connections.add(connection)
-            self._selector.register(client, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
+        except BlockingIOError:
+            return False
+        client.setblocking(False)
+        packed = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        connection = Connection(client, struct.unpack("3i", packed)[0])
+        self._connections.add(connection)
+        self._selector.register(client, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
+        return True
 
     def _ready(self, connection: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -178,14 +182,18 @@ class RankChannel:
                 del connection.outbox[:sent]
         except BlockingIOError:
             pass
-        except OSError:
-            self._drop(connection)
-            return
+        except OSError:  # it is gone; what it wrote before is read until its end
+            connection.outbox.clear()
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outbox else 0)
         self._selector.modify(connection.socket, mask, lambda ready: self._ready(connection, ready))
 
     def drain(self, pid: int) -> None:
-        """Take everything that a process wrote before it ended, then close its connections."""
+        """Take everything that a process wrote before it ended, then close its connections.
+
+        One that connected, spoke and ended at once may still wait to be accepted.
+        """
+        while self._accept():
+            pass
         for connection in [c for c in self._connections if c.pid == pid]:
             while connection in self._connections and self._readable(connection):
                 if not self._receive(connection):

@@ -103,6 +103,24 @@ def test_a_stranger_is_sent_away(side: Side, first: Any) -> None:
     assert side.said == []
 
 
+def test_the_last_words_of_a_rank_that_ended_before_it_was_accepted_are_heard(tmp_path: Path) -> None:
+    """Its end is seen first where both happen between two looks."""
+    heard: list[Any] = []
+    selector = selectors.DefaultSelector()
+    channel = RankChannel(
+        tmp_path / "agent.sock", selector, SECRET, lambda *_: True, lambda *said: heard.append(said[1]), heard.append
+    )
+    with unix_socket.connect(channel.path, 5.0) as client:
+        client.sendall(line(hello()))
+        for step in range(100):
+            client.sendall(line(RankPhase(phase="step", step=step, time=0.0)))
+    channel.drain(os.getpid())
+    channel.close()
+    selector.close()
+    assert [message.kind for message in heard[:1]] == ["hello"]
+    assert [message.step for message in heard[1:]] == list(range(100))
+
+
 def test_garbage_is_refused_and_the_connection_stays(side: Side) -> None:
     good = line(RankPhase(phase="step", step=3, time=0.0))
     with unix_socket.connect(side.channel.path, 5.0) as client:
