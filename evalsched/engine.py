@@ -16,9 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
+from evalsched.engine_extension import EngineExtension
 from evalsched.models import ModelFacts
 from evalsched.prompts import Encoded, Encoder, Prompt, score_of, text_of, value_of
-from evalsched.scored_tail import SCORED_FROM, ScoredTail, lacks_rows
+from evalsched.scored_tail import SCORED_FROM, lacks_rows
 from evalsched.strictness import FlagKind
 from evalsched.types import Request, Response, Window
 from planner.errors import BadInputError, WorkFailedError
@@ -119,10 +120,18 @@ def prepare_environment(settings: EngineSettings, device: str) -> None:
         # and no compilation at the first request and at each new shape.
         own["TORCHDYNAMO_DISABLE"] = "1"
         own["OMP_NUM_THREADS"] = str(1 if settings.exact else max(1, settings.threads))
+        if settings.tensor_parallel > 1:  # vLLM would give each worker a NUMA node of its own
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _shares(settings.tensor_parallel))
     elif settings.exact:
         own["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.update(own)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def _shares(workers: int) -> str:
+    """This process's cores in so many shares, as ``VLLM_CPU_OMP_THREADS_BIND`` has them; one core may be in several."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(",".join(map(str, cores[one::workers] or [cores[one % len(cores)]])) for one in range(workers))
 
 
 def preload() -> None:
@@ -205,7 +214,7 @@ class VllmEngine:
             "max_num_seqs": MAX_SEQUENCES,
             "tensor_parallel_size": self.settings.tensor_parallel,
             "disable_log_stats": True,
-            "worker_extension_cls": f"{ScoredTail.__module__}.{ScoredTail.__qualname__}",
+            "worker_extension_cls": f"{EngineExtension.__module__}.{EngineExtension.__qualname__}",
         }
         if self.device == "cpu":
             arguments["kv_cache_memory_bytes"] = cache_bytes(
@@ -217,7 +226,7 @@ class VllmEngine:
             arguments |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}
         try:
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-            self._tails_only = all(engine.collective_rpc(ScoredTail.score_tails_only.__name__))
+            self._tails_only = all(engine.collective_rpc(EngineExtension.score_tails_only.__name__))
             if not self._tails_only:
                 log.warning("action=score_tails reason=this vLLM computes a prompt's log-probabilities in another way")
             return engine
@@ -452,10 +461,12 @@ class VllmEngine:
                     entries = _plain(output.prompt_logprobs)
                     return [entry[token] for token, entry in zip(tokens[1:], entries[1:], strict=True) if entry]
 
-    def parameter(self, name: str) -> Any:
-        """The engine's tensor of that name, or None (merged, sharded or repacked parameters are not found)."""
-        runner = self._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        return dict(runner.get_model().named_parameters()).get(name)
+    def first_rows(self, name: str, count: int) -> tuple[tuple[int, ...], Any] | None:
+        """(shape, first rows) of the first worker's tensor of that name, or None: merged ones are not found."""
+        found: list[tuple[tuple[int, ...], Any] | None] = self._llm.collective_rpc(
+            EngineExtension.first_rows.__name__, args=(name, count)
+        )
+        return found[0]
 
     def forget(self) -> None:
         """Drop the prefix cache."""

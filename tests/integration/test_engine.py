@@ -132,6 +132,24 @@ def test_what_scored_prompts_share_is_computed_once(
     assert found["anew"] >= 1
 
 
+def test_two_workers_of_one_model_answer_the_same_and_take_another_checkpoint(
+    host: EngineHost, engines: ForkServer, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    requests = [
+        request("loglikelihood", "a context " * 15 + str(doc), " yes" * (1 + doc % 3), doc=doc) for doc in range(8)
+    ]
+    first = values(host.call("run", requests=requests))
+    parallel = EngineHost(tmp_path, models[0], engines, tensor_parallel=2)
+    try:
+        for model in (models[1], models[0]):
+            parallel.call("swap", model=str(model))
+            found = values(parallel.call("run", requests=requests))
+            close = all(found[doc][0] == pytest.approx(first[doc][0], abs=1e-4) for doc in first)
+            assert close == (model == models[0])
+    finally:
+        parallel.close()
+
+
 def test_what_a_pass_generates_has_room_in_the_cache_in_exact_mode(host: EngineHost) -> None:
     """200 prompts fit into one pass, and what they generate takes 400 blocks of a cache of 256."""
     settings = {"until": [], "max_gen_toks": 110, "do_sample": False}

@@ -207,7 +207,8 @@ class _Host:
 
         from evalsched.engine import EngineError
 
-        parameter = self.engine.parameter("model.norm.weight")
+        runner = self.engine._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        parameter = runner.get_model().get_parameter("model.norm.weight")
         kept = parameter.detach().clone()
         with torch.no_grad():
             parameter += 1.0
