@@ -9,7 +9,7 @@ So the beginning of a scored prompt may come from the prefix cache too, which ha
 of one question, few-shot examples of one task are computed once. Where the cache holds scored tokens as well, their
 rows are missing (:func:`lacks_rows`), and the prompt is computed again, whole.
 
-vLLM mixes :class:`ScoredTail` into the workers of an engine (``worker_extension_cls``), in whatever process they are.
+vLLM mixes :class:`ScoredTail` into its workers (:mod:`evalsched.engine_extension`), in whatever process they are.
 A row's value does not depend on how many rows are computed with it where matrix products are batch-invariant, which
 exact mode relies on anyway; some rows more than one are computed always, so that no kernel for one vector is taken.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isnan, nan
+from types import SimpleNamespace
 from typing import Any
 
 SCORED_FROM = "planaria_scored_from"
@@ -90,13 +91,9 @@ def _blank(request: Any, count: int) -> None:
 class _Later:
     """A model runner whose requests begin later in the batch."""
 
-    class _Starts:
-        def __init__(self, starts: Any) -> None:
-            self.np = starts
-
     def __init__(self, runner: Any, starts: Any) -> None:
         self._runner = runner
-        self.query_start_loc = self._Starts(starts)
+        self.query_start_loc = SimpleNamespace(np=starts)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

@@ -66,8 +66,9 @@ class Forked:
     def kill(self) -> None:
         """End it and what it started: it leads a session of its own."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # it may not have come to lead a session yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
