@@ -9,6 +9,9 @@ namespace, which ends with it.
 The verdict is written by a harness in the same interpreter, with a word that only it was told, so that a
 program that exits early with code 0 has not passed. A program that searches the interpreter for the
 harness can forge its own verdict, as with the reference executor; it cannot leave the sandbox.
+
+A verdict is about the program, not about the machine: its time begins when it begins, after the walls are up, and
+what it waits for a core is not counted. Walls that do not come up are an error, never a verdict.
 """
 
 from __future__ import annotations
@@ -38,6 +41,12 @@ Outcome = Literal["passed", "failed", "timed out", "out of bounds"]
 
 _OUTPUT_BYTES = 64 << 10
 _POLL_SECONDS = 0.02
+_BUILD_SECONDS = 60.0
+"""How long walls and interpreter may take to come up."""
+_BUILDS = 3
+"""How often that is tried."""
+_WAIT_FACTOR = 10.0
+"""At most this many times the wall time, however long a program waited for a core."""
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives")
 
@@ -50,6 +59,7 @@ for fd in (0, 1, 2):
     os.dup2(null, fd)
 def say(text, out=out, word=job.pop("word")):
     os.write(out, (word + text[:400]).encode("utf-8", "replace"))
+say("")
 try:
     exec(job["program"], {})
 except BaseException as error:
@@ -94,7 +104,9 @@ class Limits:
     """What one program may use."""
 
     wall_seconds: float = 10.0
+    """From its first line to its end, less what it waited for a core."""
     cpu_seconds: int = 10
+    """Of all its processes together."""
     memory_bytes: int = 1 << 30
     """Address space of each process, and resident memory of all of them together."""
     processes: int = 16
@@ -111,6 +123,7 @@ class Verdict:
     outcome: Outcome
     detail: str
     seconds: float
+    """From its first line to its end."""
 
     @property
     def passed(self) -> bool:
@@ -150,7 +163,10 @@ def _trial(kind: str) -> str | None:
     missing = [name for name in needed[kind] if _which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
-    verdict = run_program("assert 1 + 1 == 2", Limits(wall_seconds=20), kind=kind)
+    try:
+        verdict = run_program("assert 1 + 1 == 2", kind=kind)
+    except MissingServiceError as error:
+        return str(error)
     return None if verdict.passed else verdict.detail
 
 
@@ -172,7 +188,7 @@ def run_programs(
     """Run programs side by side, in order of the list. ``kind`` as in :func:`run_program`.
 
     Raises:
-        MissingServiceError: there is no sandbox here.
+        MissingServiceError: there is no sandbox here, or its walls do not come up.
     """
     kind = kind or available()
     width = threads or max(1, len(os.sched_getaffinity(0)))
@@ -189,73 +205,129 @@ def run_program(
     which is for a user who accepted the risk.
 
     Raises:
-        MissingServiceError: there is no sandbox here.
+        MissingServiceError: there is no sandbox here, or its walls do not come up.
     """
     bounds = limits or Limits()
     chosen = kind or available()
-    word = secrets.token_hex(16)
-    job = json.dumps({"program": program, "word": word}).encode()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="planaria-sandbox-") as scratch:
-        command = _command(chosen, bounds, scratch, readable)
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=scratch,
-            env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}, start_new_session=True,
-        )  # fmt: skip
-        try:
-            said, errors, why = _follow(process, job, bounds, started)
-        finally:
-            _end(process)
-    seconds = time.monotonic() - started
-    if why is not None:
-        return Verdict(outcome=why[0], detail=why[1], seconds=seconds)
-    text = said.decode("utf-8", "replace")
-    if text.startswith(word):
-        detail = text.removeprefix(word)
-        return Verdict(outcome="passed" if detail == "passed" else "failed", detail=detail, seconds=seconds)
-    code = process.returncode
-    if code in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
-        return Verdict(outcome="timed out", detail="its CPU time was used up", seconds=seconds)
-    last = errors.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"exit code {code}"]
-    return Verdict(outcome="failed", detail=f"ended before its end ({last[0][:200]})", seconds=seconds)
+    why = ""
+    for _ in range(_BUILDS):
+        run = _Run(program, bounds)
+        with tempfile.TemporaryDirectory(prefix="planaria-sandbox-") as scratch:
+            process = subprocess.Popen(
+                _command(chosen, bounds, scratch, readable), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, cwd=scratch, env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin"},
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                ended = run.follow(process)
+            finally:
+                _end(process)
+        if run.began is not None:
+            return run.verdict(ended, process.returncode)
+        why = ended[1] if ended else run.last_words(process.returncode)
+    raise MissingServiceError(f"a sandbox ({chosen}) did not come up, tried {_BUILDS} times: {why}")
 
 
-def _follow(
-    process: subprocess.Popen[bytes], job: bytes, limits: Limits, started: float
-) -> tuple[bytes, bytes, tuple[Outcome, str] | None]:
-    """Feed the job, take what is said (bounded), and watch time and memory until the end."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    taken = {process.stdout: b"", process.stderr: b""}
-    waiting = memoryview(job)
-    with selectors.DefaultSelector() as selector:
-        for stream in (process.stdin, process.stdout, process.stderr):
-            os.set_blocking(stream.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(process.stderr, selectors.EVENT_READ)
-        while selector.get_map():
-            if time.monotonic() - started > limits.wall_seconds:
-                return b"", b"", ("timed out", f"not finished after {limits.wall_seconds:g} s")
-            if (used := _memory(process.pid)) > limits.memory_bytes:
-                return b"", b"", ("out of bounds", f"{used >> 20} MiB of memory, {limits.memory_bytes >> 20} allowed")
-            for key, _ in selector.select(_POLL_SECONDS):
-                if key.fileobj is process.stdin:
-                    waiting = _feed(process, waiting)
-                    if not waiting:
-                        selector.unregister(process.stdin)
-                        process.stdin.close()
-                    continue
-                piece = os.read(key.fd, 65536)
-                if not piece:
-                    selector.unregister(key.fileobj)
-                taken[key.fileobj] = (taken[key.fileobj] + piece)[:_OUTPUT_BYTES]  # type: ignore[index]
-    try:
-        process.wait(max(0.1, limits.wall_seconds - (time.monotonic() - started)))
-    except subprocess.TimeoutExpired:
-        return b"", b"", ("timed out", f"not finished after {limits.wall_seconds:g} s")
-    return taken[process.stdout], taken[process.stderr], None
+class _Run:
+    """One program on its way: fed, listened to, and watched until it ends or crosses a bound."""
+
+    def __init__(self, program: str, limits: Limits) -> None:
+        self._word = secrets.token_hex(16).encode()
+        self._waiting = memoryview(json.dumps({"program": program, "word": self._word.decode()}).encode())
+        self._limits = limits
+        self._started = time.monotonic()
+        self._waited_before = self._waited = 0.0
+        self._said = self._errors = b""
+        self.began: float | None = None
+        """When its first line was run, on the monotonic clock; None: not yet."""
+
+    def follow(self, process: subprocess.Popen[bytes]) -> tuple[Outcome, str] | None:
+        """Feed the job, take what is said (bounded), until the end: None, or the bound that was crossed."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with selectors.DefaultSelector() as selector:
+            for stream in (process.stdin, process.stdout, process.stderr):
+                os.set_blocking(stream.fileno(), False)
+            selector.register(process.stdin, selectors.EVENT_WRITE)
+            selector.register(process.stdout, selectors.EVENT_READ)
+            selector.register(process.stderr, selectors.EVENT_READ)
+            while selector.get_map():
+                ended = process.poll() is not None
+                events = selector.select(0 if ended else _POLL_SECONDS)
+                if ended and not events:  # what still holds the pipes open is ended with the sandbox
+                    return None
+                for key, _ in events:
+                    if key.fileobj is process.stdin:
+                        self._waiting = _feed(process, self._waiting)
+                        if not self._waiting:
+                            selector.unregister(process.stdin)
+                            process.stdin.close()
+                        continue
+                    piece = os.read(key.fd, 65536)
+                    if not piece:
+                        selector.unregister(key.fileobj)
+                    self._take(piece, said=key.fileobj is process.stdout)
+                    if self.began is None and self._said.startswith(self._word):
+                        self.began, self._waited_before = time.monotonic(), _used(process.pid).waited_seconds
+                if self._answered:  # heard before any bound is looked at: we may have been late ourselves
+                    return None
+                if not ended and (crossed := self._crossed(process.pid)):
+                    return crossed
+        while process.poll() is None:  # it closed its outputs and lives
+            if crossed := self._crossed(process.pid):
+                return crossed
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    @property
+    def _answered(self) -> bool:
+        return self._said.startswith(self._word * 2)
+
+    def _take(self, piece: bytes, *, said: bool) -> None:
+        if said:
+            self._said = (self._said + piece)[:_OUTPUT_BYTES]
+        else:
+            self._errors = (self._errors + piece)[:_OUTPUT_BYTES]
+
+    def _crossed(self, pid: int) -> tuple[Outcome, str] | None:
+        """The bound that the processes below ``pid`` are beyond now."""
+        now = time.monotonic()
+        if self.began is None:
+            late = now - self._started > _BUILD_SECONDS
+            return ("timed out", f"not up after {_BUILD_SECONDS:g} s") if late else None
+        used, limits = _used(pid), self._limits
+        if used.memory_bytes > limits.memory_bytes:
+            return "out of bounds", f"{used.memory_bytes >> 20} MiB of memory, {limits.memory_bytes >> 20} allowed"
+        if used.cpu_seconds > limits.cpu_seconds:
+            return "timed out", "its CPU time was used up"
+        self._waited = max(self._waited, used.waited_seconds - self._waited_before)  # who waited may be gone
+        if is_late(now - self.began, self._waited, limits.wall_seconds):
+            return "timed out", f"not finished after {limits.wall_seconds:g} s"
+        return None
+
+    def verdict(self, crossed: tuple[Outcome, str] | None, code: int) -> Verdict:
+        """How it ended, from the bound that it crossed, what was said, or its exit code."""
+        assert self.began is not None
+        seconds = time.monotonic() - self.began
+        if crossed is not None:
+            return Verdict(outcome=crossed[0], detail=crossed[1], seconds=seconds)
+        if self._answered:
+            detail = self._said.removeprefix(self._word * 2).decode("utf-8", "replace")
+            return Verdict(outcome="passed" if detail == "passed" else "failed", detail=detail, seconds=seconds)
+        if code in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+            return Verdict(outcome="timed out", detail="its CPU time was used up", seconds=seconds)
+        return Verdict(outcome="failed", detail=f"ended before its end ({self.last_words(code)})", seconds=seconds)
+
+    def last_words(self, code: int) -> str:
+        """The last line of its standard error, or its exit code."""
+        lines = self._errors.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1][:200] if lines else f"exit code {code}"
+
+
+def is_late(seconds: float, waited_seconds: float, wall_seconds: float) -> bool:
+    """Whether a program that began ``seconds`` ago, and waited for a core for a part of it, is out of time."""
+    return seconds > wall_seconds * _WAIT_FACTOR or seconds - waited_seconds > wall_seconds
 
 
 def _feed(process: subprocess.Popen[bytes], waiting: memoryview) -> memoryview:
@@ -268,19 +340,28 @@ def _feed(process: subprocess.Popen[bytes], waiting: memoryview) -> memoryview:
         return waiting[:0]
 
 
-def _memory(pid: int) -> int:
-    """Resident bytes of a process and all below it."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, todo = 0, [pid]
+@dataclass(frozen=True, kw_only=True)
+class _Used:
+    """What processes use together; ``waited_seconds``: how long one of them was ready without a core, at most."""
+
+    memory_bytes: int = 0
+    cpu_seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+
+def _used(pid: int) -> _Used:
+    """What a process and all below it use, reaped children included (proc(5): statm, stat, schedstat)."""
+    page, ticks = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+    memory, cpu, waited, todo = 0, 0, 0, [pid]
     while todo:
-        one = todo.pop()
-        try:
-            total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * page
-            for task in os.listdir(f"/proc/{one}/task"):
-                todo += map(int, Path(f"/proc/{one}/task/{task}/children").read_text().split())
-        except (OSError, ValueError, IndexError):
-            continue  # it ended meanwhile
-    return total
+        one = Path(f"/proc/{todo.pop()}")
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it ended meanwhile
+            for task in os.listdir(one / "task"):
+                todo += map(int, (one / "task" / task / "children").read_text().split())
+            memory += int((one / "statm").read_text().split()[1]) * page
+            cpu += sum(map(int, (one / "stat").read_bytes().rpartition(b")")[2].split()[11:15]))
+            waited = max(waited, int((one / "schedstat").read_text().split()[1]))
+    return _Used(memory_bytes=memory, cpu_seconds=cpu / ticks, waited_seconds=waited / 1e9)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
