@@ -83,10 +83,13 @@ class ReplayLM(OfflineLM):
 
 
 class _TaskBrokeError(Exception):
-    """A task's own code raised while its answers were filtered or judged."""
+    """A task could not be filtered or judged: its own code raised, or what runs its programs here did not come up."""
 
     def __init__(self, task: str, error: Exception) -> None:
-        super().__init__(f"its own code failed on the answers: {type(error).__name__}: {one_line(error)[:200]}")
+        if isinstance(error, PlanariaError):
+            super().__init__(one_line(error))
+        else:
+            super().__init__(f"its own code failed on the answers: {type(error).__name__}: {one_line(error)[:200]}")
         self.task = task
 
 
@@ -95,8 +98,6 @@ def _guarded(task: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         try:
             return function(*arguments, **named)
-        except PlanariaError:
-            raise
         except Exception as error:  # whatever a task's own code raises
             raise _TaskBrokeError(task, error) from error
 

