@@ -8,12 +8,16 @@ that the system gave to another process meanwhile is left alone.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":  # it is started as a file, without any package's search path: sooner
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from planner.processes import end_groups
 
 
 class Guard:
@@ -52,11 +56,9 @@ def main(folder: str) -> None:
     """Wait for the end of the input, then end and remove everything."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for line in sys.stdin.readlines():
-        leader, _, start = line.strip().partition(" ")
-        if _start(int(leader)) in (None, start):  # its children may live on when it is gone itself
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(leader), signal.SIGKILL)
+    started = [line.split() for line in sys.stdin.readlines()]
+    # The children of one that is gone may live on.
+    end_groups([int(leader) for leader, *start in started if _start(int(leader)) in (None, *start)])
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -19,7 +18,9 @@ from evalsched.nursery import Birth, Child, Nursery
 from evalsched.recording import OFFLINE
 from planner.auth import new_secret
 from planner.errors import MissingServiceError, one_line
+from planner.processes import end_groups
 from planner.redis_server import RedisServer, start_redis
+from planner.scratch import scratch_environment
 from planner.store import ClusterStore
 
 WORKER = (sys.executable, "-m", "planner.cli", "worker")
@@ -71,6 +72,8 @@ class LocalFleet:
         self._cores = cores
         self.folder = Path(tempfile.mkdtemp(prefix="planaria-eval-"))
         self._guard = Guard(self.folder)
+        self._scratch = self.folder / "tmp"
+        self._scratch.mkdir()
         self._threads = threads
         self._count = workers
         self._processes: dict[str, _Process] = {}
@@ -156,6 +159,7 @@ class LocalFleet:
             "PLANARIA_PRIVATE_PARENT": str(os.getpid()),
             "OMP_NUM_THREADS": str(self._threads),
         }
+        own |= scratch_environment(self._scratch)
         if device() == "cuda":
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             devices = visible.split(",") if visible else [str(index) for index in range(self._count)]
@@ -174,6 +178,7 @@ class LocalFleet:
             if code is None:
                 continue
             served = name in conductor.served
+            _end([one.process])  # what it started
             reason = _why(code, one.log if one.log.exists() else self._log("nursery"))
             conductor.worker_gone(name, reason, now, orderly=code == 4)
             del self._processes[name]
@@ -186,7 +191,7 @@ class LocalFleet:
     def kill(self, worker: str, reason: str) -> None:
         """End a worker that hangs."""
         if one := self._processes.get(worker):
-            one.process.kill()
+            _end([one.process])
 
     def adopt(self, pid: int) -> None:
         """Let ``pid``, the leader of its session, not outlive the fleet."""
@@ -199,9 +204,7 @@ class LocalFleet:
     def close(self) -> None:
         """End everything; leaves no process and no file."""
         every = [one.process for one in self._processes.values()] + ([self._metric] if self._metric else [])
-        for process in every:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        _end(every)
         self.store.close()
         if self._nursery is not None:
             self._nursery.close()
@@ -215,6 +218,13 @@ class LocalFleet:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes] | Child]) -> None:
+    """End workers and what they started; one that is not born yet is not born any more."""
+    end_groups([process.pid for process in processes if process.pid])
+    for process in processes:
+        process.kill()
 
 
 def _why(code: int, log: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -19,6 +20,7 @@ def live(log: str, run: Callable[[], int | None], *, append: bool) -> NoReturn:
     code = 1
     try:
         os.setsid()
+        tempfile.tempdir = None  # the child's environment may name another
         said = os.open(log, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC), 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (said, 1), (said, 2)):

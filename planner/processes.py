@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,9 @@ STACK_VARIABLE = "PLANARIA_STACK"
 """Environment variable with the id of the stack that a process belongs to."""
 SHM_VARIABLE = "PLANARIA_SHM"
 """Environment variable with the folder for a stack's shared memory."""
+_SHM = "/dev/shm"
+_ANONYMOUS = ("psm_", "sem.", "torch_", "nccl-", "vllm_dist_")
+"""How files in ``/dev/shm`` begin that libraries make for processes alone: CPython, glibc, torch, NCCL, vLLM on CPU."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +78,57 @@ def marked(stack: str) -> list[ProcessId]:
     return found
 
 
+def group_of(leader: int) -> list[ProcessId]:
+    """Running processes of the session or the process group that ``leader`` leads or led."""
+    found: list[ProcessId] = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{entry}/stat").read_text(encoding="utf-8", errors="replace")
+            group, session = text[text.rindex(")") + 2 :].split()[2:4]
+            if leader in (int(group), int(session)) and (process := ProcessId.of(int(entry))) is not None:
+                found.append(process)
+    return found
+
+
+def end_groups(leaders: Sequence[int], seconds: float = 5.0) -> None:
+    """SIGKILL the groups of these leaders, and remove the shared memory that they leave to nobody."""
+    members = [process for leader in leaders for process in group_of(leader)]
+    segments = shared_memory_of(members)
+    for leader in leaders:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
+    deadline = time.monotonic() + seconds
+    while any(process.alive() for process in members) and time.monotonic() < deadline:
+        time.sleep(0.02)  # whoever started them collects them
+    remove_unheld(segments)
+
+
+def remove_unheld(segments: Iterable[Path]) -> None:
+    """Remove those of these files in ``/dev/shm`` that no running process has open or mapped."""
+    if wanted := set(segments):
+        running = (ProcessId.of(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal())
+        for path in wanted - shared_memory_of(filter(None, running)):
+            path.unlink(missing_ok=True)
+
+
 def shared_memory_of(processes: Iterable[ProcessId]) -> set[Path]:
-    """Files in ``/dev/shm`` that these processes have open or mapped."""
+    """Files in ``/dev/shm`` that these processes have open or mapped and that were made for processes alone.
+
+    A process that is killed cannot remove them. What a user keeps there (a corpus, a model) is none of them, nor is the
+    state that a job keeps in a folder of its own.
+    """
     found: set[Path] = set()
     for process in processes:
         names: list[str] = []
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
-            names += [line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line]
+            names += [line[line.index(f"{_SHM}/") :] for line in maps.splitlines() if f"{_SHM}/" in line]
         with contextlib.suppress(OSError):
             for link in os.listdir(f"/proc/{process.pid}/fd"):
                 with contextlib.suppress(OSError):
                     names.append(os.readlink(f"/proc/{process.pid}/fd/{link}"))
-        found |= {Path(name) for name in names if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
-    return found
+        found |= {Path(name) for name in names if not name.endswith(" (deleted)")}
+    return {path for path in found if str(path.parent) == _SHM and path.name.startswith(_ANONYMOUS)}
 
 
 def die_with_parent(parent: int) -> None:

@@ -41,11 +41,13 @@ from planner.processes import (
     ProcessId,
     detach,
     marked,
+    remove_unheld,
     shared_memory_of,
     wait_gone,
 )
 from planner.redis_link import COMMAND_PATIENCE, public_url
 from planner.redis_server import start_redis
+from planner.scratch import remove_scratch
 from planner.store import ClusterStore
 
 COMPONENTS = ("coordinator", "agent", "dashboard")
@@ -445,8 +447,9 @@ def _end_processes(stack: Stack, *, polite: bool) -> None:
     stubborn = wait_gone(_living(stack), 5.0)
     if stack.id:
         shutil.rmtree(stack.shm, ignore_errors=True)
-    for path in segments:
-        path.unlink(missing_ok=True)
+    remove_unheld(segments)
+    for run_dir in (stack.state_dir / "nodes").glob("*"):
+        remove_scratch(run_dir)  # an agent that was killed could not
     if stubborn:
         raise WorkFailedError(f"the processes {[process.pid for process in stubborn]} could not be ended")
 

@@ -61,6 +61,7 @@ from planner.messages import (
     TellRanks,
     WorkerExited,
 )
+from planner.scratch import remove_scratch, renew_scratch
 from planner.store import ClusterStore, NodeFacts
 from pretrain.agent_check import NodeProbe
 from pretrain.agent_devices import Devices, find_devices
@@ -129,7 +130,7 @@ class Agent:
         self._unrenewed_since: dict[str, float] = {}
         self._done: set[int] = set()
         self._unknown: dict[str, float] = {}
-        self.table = ProcessTable(settings.run_dir / "processes", self._selector)
+        self.table = ProcessTable(settings.run_dir / "processes", self._selector, renew_scratch(settings.run_dir))
         self.channel = RankChannel(
             settings.run_dir / "agent.sock",
             self._selector,
@@ -182,6 +183,7 @@ class Agent:
             sender.join(timeout=3.0)
             self._sign_off()
             self.channel.close()
+            remove_scratch(self.settings.run_dir)
             os.close(self._lock)
 
     def leave(self) -> None:

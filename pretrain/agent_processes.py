@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import time
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.files import write_json
+from planner.processes import ProcessId, remove_unheld, shared_memory_of
+from planner.scratch import scratch_environment
 from pretrain.nursery import ForkedChild, Nursery
 
 MARKER = "PLANARIA_PROCESS"
@@ -81,16 +84,20 @@ def _carries(pid: int, wanted: bytes) -> bool:
 def kill_family(leader: int, marker: str, deadline_seconds: float = _REAP_SECONDS) -> list[int]:
     """SIGKILL everything that belongs to ``leader`` until nothing is left; what would not die is returned.
 
-    The family is looked for again after each round, since a dying parent may have forked in between.
+    The family is looked for again after each round, since a dying parent may have forked in between. Shared memory that
+    its libraries made and nobody else has goes with it.
     """
     limit = time.monotonic() + deadline_seconds
+    segments: set[Path] = set()
     while family := find_family(leader, marker):
+        segments |= shared_memory_of(filter(None, map(ProcessId.of, family)))
         for pid in family:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         _await_exits(family, 0.2)
         if time.monotonic() > limit:
             return find_family(leader, marker)
+    remove_unheld(segments)
     return []
 
 
@@ -175,10 +182,12 @@ class ProcessTable:
     Args:
         folder: where state files are kept (made if missing, mode 0700).
         selector: each process's pidfd is registered here with its :class:`Watched` as data.
+        scratch: where each process's temporary files are kept while it lives; beside ``folder`` when left out.
     """
 
-    def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
+    def __init__(self, folder: Path, selector: selectors.BaseSelector, scratch: Path | None = None) -> None:
         self._folder = folder
+        self._scratch = scratch or folder.with_name("scratch")
         self._selector = selector
         self._table: dict[str, Watched] = {}
         self._strangers = set(self._children())
@@ -218,11 +227,13 @@ class ProcessTable:
         if launch.key in self._table:
             raise ValueError(f"{launch.key} runs already")
         marker = uuid.uuid4().hex
+        scratch = self._scratch_of(marker)
+        scratch.mkdir(parents=True, mode=0o700)
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         state = self._state_of(launch, marker)
         self._write_state(marker, state)
         try:
-            child = self._child(launch, {**launch.env, MARKER: marker}, nursery)
+            child = self._child(launch, {**launch.env, **scratch_environment(scratch), MARKER: marker}, nursery)
         except OSError:
             self._forget(marker)
             raise
@@ -399,8 +410,12 @@ class ProcessTable:
             return True
         return any(_carries(pid, f"{MARKER}={process.marker}".encode()) for process in self._table.values())
 
+    def _scratch_of(self, marker: str) -> Path:
+        return self._scratch / marker[:12]
+
     def _write_state(self, marker: str, state: Mapping[str, Any]) -> None:
         write_json(self._folder / f"{marker}.json", state, mode=0o600)
 
     def _forget(self, marker: str) -> None:
+        shutil.rmtree(self._scratch_of(marker), ignore_errors=True)
         (self._folder / f"{marker}.json").unlink(missing_ok=True)

@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -259,6 +259,23 @@ def read_spec(path: Path) -> PersisterSpec:
         raise BadInputError(f"{path}: cannot be read ({error})") from error
 
 
+def scratch_of(spec: Path) -> Path:
+    """The folder where the persister of that spec prepares steps for an object store."""
+    return spec.with_suffix(".scratch")
+
+
+@contextlib.contextmanager
+def scratch_beside(spec: Path) -> Iterator[Path]:
+    """The scratch folder, empty, and gone afterwards."""
+    folder = scratch_of(spec)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main(path: str) -> None:
     """Run until SIGTERM."""
     import torch
@@ -277,8 +294,8 @@ def main(path: str) -> None:
         rank=0,
         world_size=1,
     )
-    with tempfile.TemporaryDirectory(prefix="planaria-persister-") as scratch:
-        target = open_target(spec.target, Path(scratch), hash_threads=spec.hash_threads)
+    with scratch_beside(Path(path)) as scratch:
+        target = open_target(spec.target, scratch, hash_threads=spec.hash_threads)
         persister = Persister(spec, target, _print, settled=_print)
 
         def leave(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from planner.clock import Clock, SystemClock
 from planner.files import write_atomic
 from planner.messages import Persisted, RankCheckpoint
-from pretrain.persister import PersisterSpec
+from pretrain.persister import PersisterSpec, scratch_of
 
 _LONGEST_BACK_OFF = 30.0
 
@@ -150,6 +151,7 @@ class PersisterKeeper:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._process = None
+        shutil.rmtree(scratch_of(self._spec_path), ignore_errors=True)  # one that was killed left it
 
     def _read(self, seconds: float) -> None:
         assert self._process is not None

@@ -97,6 +97,18 @@ def test_an_exit_is_seen_with_its_code_or_signal_and_last_words(shell: Shell) ->
     assert not list((shell.folder / "processes").iterdir())
 
 
+def test_temporary_files_go_with_their_process_however_it_ended(shell: Shell) -> None:
+    code = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); time.sleep(60)"
+    process = shell.launch("a", PY, "-c", code)
+    await_that(lambda: log_tail(process.log) != "", 10)
+    made = Path(log_tail(process.log))
+    assert made.is_dir()
+    assert made.parents[1] == shell.folder / "scratch"
+    os.kill(process.pid, signal.SIGKILL)
+    shell.serve()
+    assert not list((shell.folder / "scratch").iterdir())
+
+
 def test_a_key_runs_once(shell: Shell) -> None:
     first = shell.launch("a", PY, "-c", "import time; time.sleep(60)")
     with pytest.raises(ValueError, match="runs already"):

@@ -10,10 +10,12 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from planner.processes import end_groups
+from planner.scratch import scratch_environment
 
 KEPT = 3
 """Number of the descriptor that a process may be given besides the standard ones."""
@@ -66,9 +71,9 @@ class Forked:
     def kill(self) -> None:
         """End it and what it started: it leads a session of its own."""
         if self.poll() is None:
-            for kill in (os.killpg, os.kill):  # it may not have come to lead a session yet
-                with contextlib.suppress(ProcessLookupError):
-                    kill(self.pid, signal.SIGKILL)
+            end_groups([self.pid])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # it may not have come to lead a session yet
 
 
 class ForkServer:
@@ -85,6 +90,7 @@ class ForkServer:
         self.statuses: dict[int, int] = {}
         self.changed = threading.Condition()
         self._pids: list[int] = []
+        self._scratch = Path(tempfile.mkdtemp(prefix="planaria-tests-"))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -100,12 +106,13 @@ class ForkServer:
             keep: a descriptor that it has as number :data:`KEPT`.
             environment: what it has besides the caller's.
         """
-        request = {"function": function, "arguments": arguments, "environment": os.environ | (environment or {})}
+        own = os.environ | scratch_environment(self._scratch) | (environment or {})
+        request = {"function": function, "arguments": arguments, "environment": own}
         with contextlib.ExitStack() as files:
-            own = [os.devnull if stdin is None else stdin, out, err or out]
+            streams = [os.devnull if stdin is None else stdin, out, err or out]
             numbers = [
                 one if isinstance(one, int) else files.enter_context(open(one, "ab" if one is not os.devnull else "rb"))
-                for one in own
+                for one in streams
             ]
             given = [one if isinstance(one, int) else one.fileno() for one in numbers]
             with self.changed:
@@ -119,6 +126,7 @@ class ForkServer:
         self._process.wait(timeout=30)
         self._reader.join(timeout=30)
         self._socket.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _read(self) -> None:
         while message := self._socket.recv(_LARGEST):
@@ -175,6 +183,7 @@ def _fork(request: dict[str, Any], descriptors: Sequence[int], channel: socket.s
             os.close(one)
         os.environ.clear()
         os.environ.update(request["environment"])
+        tempfile.tempdir = None
         module, _, name = request["function"].partition(":")
         sys.argv = [module, *request["arguments"]]
         code = getattr(import_module(module), name)() or 0

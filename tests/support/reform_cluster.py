@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import tempfile
@@ -112,7 +113,7 @@ class ReformCluster:
         )
         path = self.run_dir / f"spec-{self.incarnation}-{number}.json"
         path.write_text(spec.model_dump_json(by_alias=True))
-        log = self.run_dir / f"rank-{self.incarnation}-{number}.log"
+        log = self.folder / f"rank-{self.incarnation}-{number}.log"
         log.touch()
         process = self.server.start(RANK, str(path), out=log)
         self.members.append(Member(number, process, log, origin, waiting=joining, holds=not joining))
@@ -160,6 +161,7 @@ class ReformCluster:
         for connection, _ in self.nobody:
             connection.close()
         self.listener.close()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def logs(self) -> str:
         """The end of each rank's output."""

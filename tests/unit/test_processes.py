@@ -6,9 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from planner.processes import ProcessId, detach, marked, reap, shared_memory_of, start_ticks, wait_gone
+import pytest
+
+from planner.processes import (
+    ProcessId,
+    detach,
+    end_groups,
+    group_of,
+    marked,
+    reap,
+    remove_unheld,
+    shared_memory_of,
+    start_ticks,
+    wait_gone,
+)
 from tests.support.redis import await_that
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -71,3 +85,62 @@ def test_marked_processes_are_found_with_their_shared_memory_and_waited_for() ->
     assert wait_gone(found, 10.0) == []
     for handle in processes:
         reap([detach(handle)])
+
+
+OPENS = "import sys, time; file = open(sys.argv[1]); print('open', flush=True); time.sleep(60)"
+HOLDER = """
+import subprocess, sys, time, mmap
+from multiprocessing import shared_memory
+kept = shared_memory.SharedMemory(create=True, size=4096)
+with open(sys.argv[1], "r+b") as file:
+    corpus = mmap.mmap(file.fileno(), 0)
+if len(sys.argv) == 3:  # a child holds it too, as an engine's workers do
+    subprocess.Popen([sys.executable, "-c", sys.argv[-1], "/dev/shm/" + kept.name], stdout=subprocess.DEVNULL)
+    time.sleep(0.5)
+print(kept.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def corpus() -> Iterator[Path]:
+    """What a user keeps in memory, and only our processes have open."""
+    path = Path("/dev/shm") / f"corpus-of-a-test-{os.getpid()}"
+    path.write_bytes(b"x" * 4096)
+    yield path
+    path.unlink()
+
+
+def _holder(*arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, *arguments], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    with process.stdout as said:
+        return process, Path("/dev/shm") / said.readline().decode().strip()
+
+
+def test_a_group_is_ended_with_the_shared_memory_that_its_libraries_made_and_nothing_else(corpus: Path) -> None:
+    process, segment = _holder(str(corpus), OPENS)
+    assert segment.exists()
+    assert shared_memory_of(group_of(process.pid)) == {segment}
+    end_groups([process.pid])
+    assert process.wait(10) == -signal.SIGKILL
+    assert group_of(process.pid) == []
+    assert not segment.exists()
+    assert corpus.exists()
+
+
+def test_shared_memory_that_somebody_else_holds_stays(corpus: Path) -> None:
+    process, segment = _holder(str(corpus))
+    other = subprocess.Popen([sys.executable, "-c", OPENS, segment], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    with other.stdout as said:
+        said.readline()
+    end_groups([process.pid])
+    process.wait(10)
+    assert segment.exists()
+    other.kill()
+    other.wait(10)
+    remove_unheld([segment])
+    assert not segment.exists()
