@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from planner.processes import ProcessId, marked
+from planner.scratch import scratch_of
 from planner.stack import Stack, stop_stack
 from tests.support.redis import await_that, end_server
 
@@ -114,10 +115,13 @@ def test_down_leaves_nothing_after_a_kill(folder: Path, environment: dict[str, s
     up(folder, environment, "--slots", "1", "--no-dashboard")
     stack = stack_of(folder)
     port = port_of(stack)
+    scratch = scratch_of(folder / "nodes" / stack.node)
+    assert scratch is not None
+    assert scratch.is_dir()
     orphan = subprocess.Popen(  # what a killed agent leaves behind: in its own session, with shared memory
         [sys.executable, "-c", "import mmap,sys,time; f=open(sys.argv[1],'w+b'); f.truncate(4096);"
          "m=mmap.mmap(f.fileno(),4096); f.close(); print('ready',flush=True); time.sleep(600)",
-         f"/dev/shm/orphan-of-{stack.id}"],
+         f"/dev/shm/psm_{stack.id}"],
         env={**environment, "PLANARIA_STACK": stack.id}, start_new_session=True, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert orphan.stdout is not None
@@ -129,6 +133,7 @@ def test_down_leaves_nothing_after_a_kill(folder: Path, environment: dict[str, s
     begun = time.monotonic()
     done = planaria("down", "--state-dir", str(folder), environment=environment)
     assert done.returncode == 0, done.stderr
+    assert not scratch.exists()
     assert time.monotonic() - begun < 40
     orphan.wait(timeout=5)
     orphan.stdout.close()
