@@ -39,9 +39,9 @@ class AllocatorSettings(Settings):
     """Most slots held in reserve."""
     stop_probability: Annotated[float, Field(ge=0, le=1)] = 0.05
     """How likely a report stops or rolls back the run that it judges (unverified default)."""
-    horizon_bound_seconds: Positive = 900.0
+    horizon_bound_seconds: Positive = 14400.0
     """Longest lending horizon."""
-    ageing_seconds: Positive = 600.0
+    ageing_seconds: Positive = 7200.0
     """A waiting report's probability grows by 1 each time that it has waited this long."""
 
     def costs(self) -> CostSettings:

@@ -7,14 +7,15 @@ second of that run is then wasted. So over a lending horizon H, k slots for eval
 
 with T_i(k) the time at which report i is ready with k slots, loads included, and F_i the rate of the run that it
 judges, frozen at the present plan so that the sum separates. Ageing raises p_i by ``waited/ageing_seconds``, without
-bound, so that no report starves. A training job to which the training plan gives x, and which lends down to x' for
-H, pays the loss of rate and two transitions, into the loan from the count c that it has now and back at the end,
-less the transition that it would have made without the loan:
+bound, so that no report starves. A loan of k slots lasts for D(k), until the last response is there, at most H. A
+training job to which the training plan gives x, and which lends down to x', pays the loss of rate for that long and
+two transitions, into the loan from the count c that it has now and back at the end, less the transition that it
+would have made without the loan:
 
-    (F(x) − F(x'))·H + [x' ≠ c]·F(c)·transition + [x' ≠ x]·F(x')·transition − [x ≠ c]·F(c)·transition
+    (F(x) − F(x'))·D(k) + [x' ≠ c]·F(c)·transition + [x' ≠ x]·F(x')·transition − [x ≠ c]·F(c)·transition
 
 So a loan that goes on (x' = c) pays for no new transition. Idle slots cost nothing. V is not concave in k in
-general; the program does not need it.
+general, and costs depend on k through D(k): each k is an exact program of its own, all of them solved at once.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.objective import transition_cost
-from planner.program import Options, Program
+from planner.program import TIE, Options, Program, unit_of
 from planner.types import Alternative, Job, Plan
 
+_CELLS = 1 << 17
+"""Cells of the lending programs that are solved at once, each in each of a job's counts."""
+_FEWEST = 8
 EVALUATION = "evaluation"
 """Name of evaluation's entry in a lending plan."""
 
@@ -72,9 +76,9 @@ class Backlog:
 class LendingPolicy:
     """The settings of lending."""
 
-    horizon_bound: float = 900.0
+    horizon_bound: float = 14400.0
     """Longest lending horizon (s)."""
-    ageing_seconds: float = 600.0
+    ageing_seconds: float = 7200.0
     """A report's p grows by 1 for each time that it has waited this long (docs/reproduction.md, "The joint result")."""
     slot_second_cost: float = 0.0
     """FLOP that a slot-second costs where slots are rented (price/3600·flop_value); 0: idle slots are free."""
@@ -127,19 +131,24 @@ def horizon(backlog: Backlog, idle: int, next_event_seconds: float, policy: Lend
     """H: until the backlog would end without a loan, the next foreseen event, or the bound; whichever is first.
 
     Without a loan evaluation has the ``idle`` slots (none that would have to be rented). Counted from there,
-    ``V(k) − V(idle)`` is exactly what a loan saves; a loan that is given back before H (its backlog is done) has paid
-    for longer than it lasted, so lending errs on the side of training.
+    ``V(k) − V(idle)`` is exactly what a loan saves.
     """
     times = ready_times(backlog, idle)
     return max(0.0, min(max(times), next_event_seconds, policy.horizon_bound)) if times else 0.0
 
 
-def evaluation_values(backlog: Backlog, most: int, seconds: float, policy: LendingPolicy) -> np.ndarray:
-    """V(k) for k = 0 … ``most``, vectorised over k; V(0) = 0."""
+def evaluation_values(
+    backlog: Backlog, most: int, seconds: float, policy: LendingPolicy
+) -> tuple[np.ndarray, np.ndarray]:
+    """V(k) and D(k) for k = 0 … ``most``, vectorised over k: the worth of k slots, and how long they are needed.
+
+    V(0) = 0; no slot is needed for longer than H.
+    """
     k = np.arange(most + 1, dtype=np.float64)
     usable = np.minimum(k, backlog.most_slots)
     resident = np.minimum(usable, backlog.resident)
     values = np.zeros(most + 1)
+    needed = np.zeros(most + 1)
     done = 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
         for report in backlog.reports:
@@ -147,12 +156,13 @@ def evaluation_values(backlog: Backlog, most: int, seconds: float, policy: Lendi
             early = (resident > 0) & (done <= resident * backlog.load_seconds)
             end = np.where(early, done / resident, (done + (usable - resident) * backlog.load_seconds) / usable)
             start = np.where(resident > 0, 0.0, backlog.load_seconds)
-            ready = np.maximum(end, start + report.longest_seconds) + report.tail_seconds
-            ready = np.where(usable > 0, ready, np.inf)
+            answered = np.where(usable > 0, np.maximum(end, start + report.longest_seconds), np.inf)
+            needed = np.maximum(needed, answered)
+            ready = answered + report.tail_seconds
             chance = report.probability + report.waited_seconds / policy.ageing_seconds
             values += chance * report.rate * (seconds - np.minimum(seconds, ready))
     values[0] = 0.0
-    return values
+    return values, np.minimum(needed, seconds)
 
 
 def loan_cost(job: Job, planned: int, count: int, seconds: float) -> float:
@@ -187,18 +197,17 @@ def lend(
     free = slots - sum(planned[job.name] for job in jobs) if policy.slot_second_cost == 0 else 0
     idle = min(most, max(0, free))
     seconds = horizon(backlog, idle, next_event_seconds, policy)
-    values = evaluation_values(backlog, most, seconds, policy)
-    values -= np.arange(most + 1) * policy.slot_second_cost * seconds
-    entries = [Options(EVALUATION, np.arange(most + 1, dtype=np.int64), values, current)]
-    entries += [_lender(job, planned[job.name], seconds) for job in jobs]
-    solution = Program(entries, slots).solve()
-    given = {job.name: solution.counts[job.name] for job in jobs}
-    count = solution.counts[EVALUATION]
+    values, needed = evaluation_values(backlog, most, seconds, policy)
+    values -= np.arange(most + 1) * policy.slot_second_cost * needed
+    unit = unit_of([_lender(job, planned[job.name], 0.0) for job in jobs])
+    counts = _counts(most, unit, (min(current, most), 0, idle))
+    count = _best_count(jobs, planned, values, needed, slots, counts)
+    given = _lenders(jobs, planned, float(needed[count]), slots - count)
     if policy.slot_second_cost == 0:
         count = min(most, slots - sum(given.values()))
     cost = 0.0
     for job in jobs:
-        cost += loan_cost(job, planned[job.name], given[job.name], seconds)
+        cost += loan_cost(job, planned[job.name], given[job.name], float(needed[count]))
     worth = float(values[count])
     return LendingPlan(
         assignments=given,
@@ -209,6 +218,62 @@ def lend(
         reason=_reason(planned, backlog, given, count, seconds, worth, cost),
         alternatives=_alternatives(planned, values, slots, given, count, worth - cost, seconds),
     )
+
+
+def _lenders(jobs: Sequence[Job], planned: Mapping[str, int], seconds: float, slots: int) -> dict[str, int]:
+    """The counts that training keeps of ``slots`` at the least cost of a loan of ``seconds``."""
+    if not jobs:
+        return {}
+    solution = Program([_lender(job, planned[job.name], seconds) for job in jobs], slots).solve()
+    return {job.name: solution.counts[job.name] for job in jobs}
+
+
+def _best_count(
+    jobs: Sequence[Job],
+    planned: Mapping[str, int],
+    values: np.ndarray,
+    needed: np.ndarray,
+    slots: int,
+    counts: Sequence[int],
+) -> int:
+    """The k among ``counts`` with the largest V(k) less what its loan costs; the first of equals.
+
+    One exact program per k, all at once: ``least[i, u]`` is the least that the jobs so far charge for lending u units
+    of slots for D(k_i); in its last column, for that many or more.
+    """
+    chosen = np.array(counts)
+    seconds = needed[chosen]
+    lenders = [_lender(job, planned[job.name], 0.0) for job in jobs]
+    unit = unit_of(lenders)
+    wanted = -(-np.maximum(0, chosen - (slots - sum(planned[job.name] for job in jobs))) // unit)
+    most = int(wanted.max())
+    least = np.full((len(counts), most + 1), np.inf)
+    least[:, 0] = 0.0
+    for job, lender in zip(jobs, lenders, strict=True):
+        full = planned[job.name]
+        before, least = least, np.full_like(least, np.inf)
+        for count, value in zip(lender.counts.tolist(), lender.values.tolist(), strict=True):
+            units = min(most, (full - count) // unit)
+            charged = ((job.rate(full) - job.rate(count)) * seconds - value)[:, None]
+            np.minimum(least[:, units:], before[:, : most + 1 - units] + charged, out=least[:, units:])
+            over = before[:, most + 1 - units :].min(axis=1, initial=np.inf) + charged[:, 0]
+            np.minimum(least[:, most], over, out=least[:, most])
+    at_least = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1]
+    totals = values[chosen] - at_least[np.arange(len(counts)), wanted]
+    best = totals.max()
+    return counts[int(np.argmax(totals >= best - abs(best) * TIE))]
+
+
+def _counts(most: int, unit: int, first: Sequence[int]) -> list[int]:
+    """Counts of slots that are weighed against each other: ``first``, then every one, or where that are too many
+    (:data:`_CELLS` program cells) some, farther and farther apart."""
+    steps = most // unit
+    tried = max(_FEWEST, min(steps, _CELLS // max(1, steps)))
+    every = (
+        np.unique(np.geomspace(1, max(1, steps), tried).round().astype(int)) if steps > tried else range(1, steps + 1)
+    )
+    found = [*first, *(int(step) * unit for step in every), most]
+    return [count for count in dict.fromkeys(found) if 0 <= count <= most]
 
 
 def _lender(job: Job, planned: int, seconds: float) -> Options:

@@ -61,6 +61,8 @@ class Outcome:
     """What came out of one run. Losses are in seconds of ``makespan`` and sum to it with the effective part."""
 
     accumulated_waf: float
+    certain_waf: float
+    """The same with evaluation counted: less what was done for runs that an awaited report is expected to stop."""
     useful_flop: float
     ettr: float
     makespan: float
@@ -84,7 +86,12 @@ class Simulation:
         self.jobs = [RunningJob(spec) for spec in world.jobs]
         self.up = [True] * world.cluster.nodes
         self.owner: list[RunningJob | None] = [None] * world.cluster.nodes
-        self.evaluation = EvaluationService(self.engine, world.parameters.evaluation.load, policy.evaluation_changed)
+        self.evaluation = EvaluationService(
+            self.engine, world.parameters.evaluation.load, policy.evaluation_changed, self._report_out
+        )
+        for job in self.jobs:
+            job.stop_probability = world.parameters.evaluation.stop_probability
+        self._by_name = {job.name: job for job in self.jobs}
         self.samples = samples
         self.series: list[tuple[float, float]] = []
         self.busy_seconds = 0.0
@@ -244,8 +251,14 @@ class Simulation:
         self.at_version(job, job.seconds_to_checkpoint(), lambda: self._publish(job))
         if demand is not None and index % demand.spec.every_checkpoints == 0:
             work = self._work_of(demand.work(job.spec, index))
+            job.unread += 1
             self.evaluation.publish(Report(job.name, index, work, self.now, work.slot_seconds))
             self.policy.published()
+
+    def _report_out(self, report: Report) -> None:
+        if (job := self._by_name.get(report.job)) is not None and job.unread:
+            self.settle(job)
+            job.unread -= 1
 
     def _publish_given(self, given: GivenReport) -> None:
         self._reports_left -= 1
@@ -343,6 +356,7 @@ class Simulation:
         gpus = self.world.gpus
         return Outcome(
             accumulated_waf=useful,
+            certain_waf=useful - sum(job.account.doubtful for job in self.jobs),
             useful_flop=sum(job.useful_flop for job in self.jobs),
             ettr=useful / reference if reference > 0 else 0.0,
             makespan=end,

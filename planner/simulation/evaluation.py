@@ -29,7 +29,13 @@ class Report:
 class EvaluationService:
     """All reports of a run. Policies change the number of slots; nothing here decides."""
 
-    def __init__(self, engine: Engine, load_seconds: float, finished: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        load_seconds: float,
+        finished: Callable[[], None],
+        out: Callable[[Report], None] = lambda report: None,
+    ) -> None:
         self.engine = engine
         self.load_seconds = load_seconds
         self.queue: deque[Report] = deque()
@@ -38,7 +44,7 @@ class EvaluationService:
         self.loading: deque[tuple[float, int]] = deque()
         self.gpu_seconds = 0.0
         """Slots held × seconds."""
-        self._finished = finished
+        self._finished, self._told = finished, out
         self._since = 0.0
         self._version = 0
         self._tails = 0
@@ -108,6 +114,7 @@ class EvaluationService:
     def _out(self, report: Report) -> None:
         self._tails -= 1
         self.latencies.append(self.engine.now - report.published)
+        self._told(report)
 
     def _schedule(self) -> None:
         """The next moment at which something changes by itself."""

@@ -22,6 +22,8 @@ def print_tables(document: Mapping[str, Any]) -> None:
         _print(console, "variants", document["variants"])
     for name, gain in document.get("gains", {}).items():
         console.print(f"accumulated WAF of planaria over {name}: {_between(gain, '.3f')}")
+    for name, gain in document.get("gains_with_evaluation", {}).items():
+        console.print(f"the same with evaluation counted, over {name}: {_between(gain, '.3f')}")
     for name, ratio in document.get("speedup", {}).items():
         console.print(f"{name}: {ratio:.2f} x as quick as one job per dataset")
     if document.get("cells"):

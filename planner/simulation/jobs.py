@@ -21,6 +21,8 @@ class Account:
 
     reference: float = 0.0
     useful: float = 0.0
+    doubtful: float = 0.0
+    """Part of ``useful`` that is expected to be thrown away: done while reports were awaited that may stop the run."""
     lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LOSSES, 0.0))
 
 
@@ -38,6 +40,10 @@ class RunningJob:
     """Weighted FLOP/s while running."""
     slowdown: float = 1.0
     stall_share: float = 0.0
+    unread: int = 0
+    """Its checkpoints whose reports are not out yet."""
+    stop_probability: float = 0.0
+    """How likely one of these reports stops the run or rolls it back."""
     since: float = 0.0
     """Until when the account is settled."""
     version: int = 0
@@ -98,6 +104,7 @@ class RunningJob:
             self.saved_clock = boundary * interval
             self.saved_useful = account.useful + kept * max(0.0, self.saved_clock - before)
         account.useful += kept * seconds
+        account.doubtful += kept * seconds * (1 - (1 - self.stop_probability) ** self.unread)
         # As in planner.ettr: seconds that stand still are lost at full size, the others are degraded.
         account.lost["checkpoint_stall"] += self.full * self.stall_share * seconds
         account.lost["other"] += self.full * (1 - self.stall_share) * self.jitter * seconds

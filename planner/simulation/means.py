@@ -20,6 +20,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
     latencies = np.array(outcome.latencies)
     return {
         "accumulated_waf": outcome.accumulated_waf,
+        "certain_waf": outcome.certain_waf,
         "useful_flop": outcome.useful_flop,
         "ettr": outcome.ettr,
         "gpu_hours": outcome.gpu_hours,
@@ -58,6 +59,7 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     same = all(len(o.series) == len(outcomes[0].series) for o in outcomes)
     return Outcome(
         accumulated_waf=sum(o.accumulated_waf for o in outcomes) / count,
+        certain_waf=sum(o.certain_waf for o in outcomes) / count,
         useful_flop=sum(o.useful_flop for o in outcomes) / count,
         ettr=sum(o.ettr for o in outcomes) / count,
         makespan=sum(o.makespan for o in outcomes) / count,

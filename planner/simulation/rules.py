@@ -32,11 +32,11 @@ def fixed_loan(slots_lent: int) -> Callable[[CostAware], Planner]:
     return rule
 
 
-def other_ageing(seconds: float) -> Callable[[CostAware], Planner]:
-    """The allocator's price with another ``ageing_seconds``."""
+def other_price(**settings: float) -> Callable[[CostAware], Planner]:
+    """The allocator's price with other settings of :class:`planner.lending.LendingPolicy`."""
 
     def rule(planner: CostAware) -> Planner:
-        lending = replace(planner.settings.lending, ageing_seconds=seconds)
+        lending = replace(planner.settings.lending, **settings)
         return replace(planner, settings=replace(planner.settings, lending=lending))
 
     return rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,23 @@ def run_cluster(scenario: ClusterScenario, parameters: Parameters, seed: int, wh
         "policies": {name: figures(mean_outcome(outcomes)) for name, outcomes in runs.items()},
     }
     if "planaria" in runs:
-        ours = [outcome.accumulated_waf for outcome in runs["planaria"]]
-        document["gains"] = {
-            name: interval([mine / o.accumulated_waf for mine, o in zip(ours, outcomes, strict=True)])
-            for name, outcomes in runs.items()
-            if name != "planaria" and all(o.accumulated_waf > 0 for o in outcomes)
-        }
+        document["gains"] = _gains(runs, lambda outcome: outcome.accumulated_waf)
+        if scenario.evaluation is not None:
+            document["gains_with_evaluation"] = _gains(runs, lambda outcome: outcome.certain_waf)
     if "unicron" in scenario.policies:
         alone = [Simulation(world, Unicron(parameters, one_at_a_time=True), SAMPLES).run() for world in worlds]
         document["variants"] = {"unicron-one-job-at-a-time": figures(mean_outcome(alone))}
     return document
+
+
+def _gains(runs: Mapping[str, Sequence[Outcome]], of: Callable[[Outcome], float]) -> dict[str, Any]:
+    """The ratio of ``planaria`` to each other policy, trace by trace."""
+    ours = [of(outcome) for outcome in runs["planaria"]]
+    return {
+        name: interval([mine / of(outcome) for mine, outcome in zip(ours, outcomes, strict=True)])
+        for name, outcomes in runs.items()
+        if name != "planaria" and all(of(outcome) > 0 for outcome in outcomes)
+    }
 
 
 def simulate(path: Path, seed: int | None = None) -> dict[str, Any]:

@@ -17,15 +17,17 @@ from planner.simulation.memory import PlanMemory
 from planner.simulation.parameters import Parameters
 from planner.simulation.policies.planaria import Planaria
 from planner.simulation.policies.unicron import Unicron
-from planner.simulation.rules import fixed_loan, other_ageing
+from planner.simulation.rules import fixed_loan, other_price
 from planner.simulation.scenario import ClusterScenario, SweepScenario
 from planner.simulation.worlds import build_world, run_policy
 
 POLICIES = ("planaria", "fixed-partition", "one-job-per-dataset")
 LOANS = (0, 1, 2, 4)
 """Nodes lent by the simpler rules while anything waits."""
-AGEINGS = (200.0, 1800.0, 3600.0)
-"""Other values of the lending price's ageing (s) that are tried; the allocator's default is 600."""
+AGEINGS = (1800.0, 3600.0, 28800.0)
+"""Other values of the lending price's ageing (s) that are tried; the allocator's default is 7200."""
+HORIZONS = (900.0, 3600.0, 28800.0)
+"""Other bounds of the lending horizon (s) that are tried; the allocator's default is 14400."""
 Cell = tuple[float, float, int]
 
 
@@ -62,9 +64,9 @@ def _lending_rules(
 ) -> dict[str, Any]:
     """The allocator's price, other settings of it, and fixed loans: each against the best partition as quick as it."""
     per_node = worlds[0].cluster.gpus_per_node
-    rules = {f"price, ageing {ageing:.0f} s": other_ageing(ageing) for ageing in AGEINGS} | {
-        f"{loan} nodes while anything waits": fixed_loan(loan * per_node) for loan in LOANS
-    }
+    rules = {f"price, ageing {ageing:.0f} s": other_price(ageing_seconds=ageing) for ageing in AGEINGS}
+    rules |= {f"price, horizon {bound:.0f} s": other_price(horizon_bound=bound) for bound in HORIZONS}
+    rules |= {f"{loan} nodes while anything waits": fixed_loan(loan * per_node) for loan in LOANS}
     runs = {"the allocator's price": priced} | {
         name: [Simulation(world, Planaria(world.parameters, rule)).run() for world in worlds]
         for name, rule in rules.items()

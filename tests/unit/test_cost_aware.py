@@ -37,6 +37,10 @@ def view(*demands: Demand, slots: int = 3, leases: tuple[Lease, ...] = ()) -> Cl
     return ClusterView(nodes=(NodeView(name="n", slots=slots, usable=True),), demands=demands, leases=leases)
 
 
+HARMLESS = CostSettings(stop_probability=1e-4, lending=LendingPolicy(ageing_seconds=6000.0))
+"""Reports hardly ever stop a run: only waiting makes them worth a loan."""
+
+
 def test_slots_go_where_they_are_worth_most() -> None:
     heavy = training("heavy", weight=3.0)
     plan = CostAware()(view(heavy, training("light"), slots=4), 4).plan
@@ -48,7 +52,7 @@ def test_evaluation_takes_idle_slots_for_nothing_and_more_only_at_a_price() -> N
     assert idle.plan.assignments == {"job:a": 3, "evaluation": 2}
     assert idle.plan.unassigned == 0
     assert "all idle" in idle.reason
-    none = CostAware()(view(training("a"), evaluation(), slots=3), 3)
+    none = CostAware(HARMLESS)(view(training("a"), evaluation(), slots=3), 3)
     assert none.plan.assignments == {"job:a": 3, "evaluation": 0}
     urgent = evaluation(60.0, reports=[{"slot_seconds": 60.0, "job": "job:a", "probability": 0.95}])
     lent = CostAware()(view(training("a"), urgent, slots=3), 3)
@@ -60,7 +64,7 @@ def test_evaluation_takes_idle_slots_for_nothing_and_more_only_at_a_price() -> N
 
 def test_a_backlog_that_has_waited_long_enough_gets_a_slot() -> None:
     old = dataclasses.replace(evaluation(), since=1.0)
-    patient = CostAware(CostSettings(lending=LendingPolicy(ageing_seconds=600.0)))
+    patient = CostAware(HARMLESS)
     assert patient(view(training("a"), old), 3, now=10.0).plan.assignments["evaluation"] == 0
     assert patient(view(training("a"), old), 3, now=50_000.0).plan.assignments["evaluation"] > 0
 

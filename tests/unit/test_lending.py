@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner.lending import (
     Backlog,
     LendingPolicy,
     PendingReport,
+    _counts,
     evaluation_values,
     horizon,
     lend,
@@ -89,7 +90,7 @@ def test_the_value_of_k_slots_is_the_sum_over_reports(
     reports: list[PendingReport], load: float, resident: int, seconds: float, most_slots: int
 ) -> None:
     backlog = Backlog(reports=tuple(reports), load_seconds=load, resident=resident, most_slots=most_slots)
-    values = evaluation_values(backlog, 8, seconds, POLICY)
+    values, needed = evaluation_values(backlog, 8, seconds, POLICY)
     assert values[0] == 0.0
     for slots in range(1, 9):
         expected = sum(
@@ -97,6 +98,10 @@ def test_the_value_of_k_slots_is_the_sum_over_reports(
             for one, ready in zip(backlog.reports, ready_times(backlog, slots), strict=True)
         )
         assert values[slots] == pytest.approx(expected, rel=1e-9, abs=1e-3)
+        answered = ready_times(
+            replace(backlog, reports=tuple(replace(one, tail_seconds=0.0) for one in reports)), slots
+        )
+        assert needed[slots] == pytest.approx(min(seconds, max(answered, default=0.0)))
     assert (np.diff(values) >= -1e-6 * max(1.0, float(values.max()))).all(), "another slot never makes a report later"
 
 
@@ -142,32 +147,55 @@ def test_a_dear_report_is_worth_a_loan_and_a_cheap_one_is_not() -> None:
     assert "lent by train 4 → " in plan.reason
     assert plan.alternatives[0].label.startswith("no slot to evaluation")
     assert plan.alternatives[0].cost == pytest.approx(plan.worth - plan.cost)
-    idle = Backlog(reports=(report(60.0, probability=0.01),))
+    idle = Backlog(reports=(report(60.0, probability=1e-4),))
     kept = lend([trainer()], {"train": 4}, idle, slots=4, current=0)
     assert (kept.evaluation, kept.assignments) == (0, {"train": 4})
 
 
-def test_the_lending_plan_is_the_best_of_all() -> None:
-    """Against trying everything, with a value that is not concave (a long load makes the first slots worthless)."""
-    jobs = [trainer("a"), trainer("b", workers=3, transition_seconds=1.0)]
+@given(
+    reports_st, st.floats(0, 60), st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.floats(60, 20000),
+    st.sampled_from([0.0, 1e12, 3e14]),
+)  # fmt: skip
+@example([report(400.0, probability=0.5, rate=3e15), report(700.0, probability=0.9, rate=2e15, tail_seconds=20.0)],
+         45.0, 0, 4, 3, 900.0, 0.0)  # fmt: skip
+def test_the_lending_plan_is_the_best_of_all(
+    reports: list[PendingReport], load: float, resident: int, of_a: int, of_b: int, bound: float, rent: float
+) -> None:
+    """Against trying everything; a long load makes the first slots worthless, so the value is not concave."""
+    jobs = [trainer("a", workers=of_a), trainer("b", workers=of_b, transition_seconds=1.0)]
     planned = {"a": 4, "b": 3}
-    backlog = Backlog(
-        reports=(
-            report(400.0, probability=0.5, rate=3e15),
-            report(700.0, probability=0.9, rate=2e15, tail_seconds=20.0),
-        ),
-        load_seconds=45.0,
-    )
-    plan = lend(jobs, planned, backlog, slots=8, current=0)
-    seconds = horizon(backlog, 1, float("inf"), POLICY)
+    backlog = Backlog(reports=tuple(reports), load_seconds=load, resident=resident)
+    policy = LendingPolicy(horizon_bound=bound, slot_second_cost=rent)
+    plan = lend(jobs, planned, backlog, slots=8, current=0, policy=policy)
+    seconds = horizon(backlog, 0 if rent else 1, float("inf"), policy)
     assert plan.horizon == seconds
-    values = evaluation_values(backlog, 8, seconds, POLICY)
+    values, needed = evaluation_values(backlog, 8 if reports else 0, seconds, policy)
     best = -float("inf")
-    for a, b, k in itertools.product(range(5), range(4), range(9)):
+    for a, b, k in itertools.product(range(5), range(4), range(len(values))):
         if a + b + k <= 8:
-            cost = loan_cost(jobs[0], 4, a, seconds) + loan_cost(jobs[1], 3, b, seconds)
-            best = max(best, float(values[k]) - cost)
-    assert plan.worth - plan.cost == pytest.approx(best, rel=1e-9)
+            cost = loan_cost(jobs[0], 4, a, float(needed[k])) + loan_cost(jobs[1], 3, b, float(needed[k]))
+            best = max(best, float(values[k]) - float(needed[k]) * k * rent - cost)
+    assert plan.worth - plan.cost == pytest.approx(best, rel=1e-9, abs=1e6)
+
+
+def test_a_loan_is_paid_for_as_long_as_it_lasts() -> None:
+    """A report that would wait for hours is worth minutes of a job's slots, whatever the horizon."""
+    backlog = Backlog(reports=(report(120.0, probability=0.05, rate=3.4e15),))
+    near, far = (lend([trainer()], {"train": 4}, backlog, slots=4, current=0, policy=LendingPolicy(horizon_bound=bound))
+                 for bound in (300.0, 14400.0))  # fmt: skip
+    assert not near.lent
+    assert far.lent
+    kept = far.assignments["train"]
+    assert far.cost == pytest.approx(loan_cost(trainer(), 4, kept, 120.0 / far.evaluation))
+
+
+def test_where_there_are_many_counts_some_are_weighed_and_the_present_one_among_them() -> None:
+    assert _counts(16, 2, (5, 0)) == [5, 0, 2, 4, 6, 8, 10, 12, 14, 16]
+    some = _counts(16384, 1, (777, 0, 3))
+    assert some[:3] == [777, 0, 3]
+    assert max(some) == 16384
+    assert len(some) < 25
+    assert len(set(some)) == len(some)
 
 
 def test_a_loan_that_goes_on_is_not_called_back_by_its_own_transitions() -> None:
@@ -193,7 +221,7 @@ def test_nothing_starves() -> None:
 
 def test_rented_slots_are_not_taken_for_a_backlog_that_is_not_worth_them() -> None:
     backlog = Backlog(reports=(report(60.0, probability=0.01),))
-    dear = LendingPolicy(slot_second_cost=1e15)
+    dear = LendingPolicy(slot_second_cost=1e16)
     assert lend([], {}, backlog, slots=4, current=0, policy=dear).evaluation == 0
     cheap = LendingPolicy(slot_second_cost=1e9)
     assert lend([], {}, backlog, slots=4, current=0, policy=cheap).evaluation > 0

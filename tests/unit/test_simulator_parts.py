@@ -17,9 +17,10 @@ from planner.simulation.parameters import read_parameters
 from planner.simulation.policies import policy
 from planner.simulation.policies.elastic import Oobleck
 from planner.simulation.policies.planaria import Planaria
-from planner.simulation.scenario import ClusterSpec, FailureSpec, JobSpec
+from planner.simulation.scenario import ClusterScenario, ClusterSpec, FailureSpec, JobSpec
 from planner.simulation.trials import Loads, baseline, datasets, lower_bound, ours
 from planner.simulation.workload import Work, build
+from planner.simulation.worlds import build_world
 
 PARAMETERS = read_parameters()
 CLUSTER = ClusterSpec(nodes=4)
@@ -188,6 +189,41 @@ def test_the_service_works_reports_off_in_order() -> None:
     service.settle()
     assert service.gpu_seconds == pytest.approx(4 * 20 + 2 * 980)
     assert service.pending == 0
+
+
+def test_what_is_done_while_reports_are_awaited_is_doubtful() -> None:
+    job = RunningJob(build(SPEC, CLUSTER, PARAMETERS, "test"), full=4e15, stage=RUNNING, rate=4e15)
+    job.stop_probability = 0.1
+    rate = 4e15 * job.kept_share
+    job.settle(100.0)
+    job.unread = 1
+    job.settle(300.0)
+    job.unread = 2
+    job.settle(350.0)
+    job.unread = 0
+    job.settle(1000.0)
+    assert job.account.useful == pytest.approx(rate * 1000)
+    assert job.account.doubtful == pytest.approx(rate * (0.1 * 200 + 0.19 * 50))
+
+
+def test_every_published_checkpoint_is_read_in_the_end() -> None:
+    spec = ClusterScenario.model_validate(
+        {
+            "name": "t", "seed": 1, "horizon_seconds": 40_000, "cluster": {"nodes": 4},
+            "jobs": [{"name": "a", "throughput": {8: 1e15, 16: 2e15, 24: 3e15}, "checkpoint_interval_seconds": 2000}],
+            "evaluation": {"load_share": 0.05, "every_checkpoints": 2}, "policies": ["planaria"],
+        }
+    )  # fmt: skip
+    sim = Simulation(build_world(spec, PARAMETERS, 1, "test"), policy("planaria", PARAMETERS))
+    outcome = sim.run()
+    assert len(outcome.latencies) > 5
+    assert sim.jobs[0].unread == outcome.pending
+    assert outcome.accumulated_waf > outcome.certain_waf
+    # All reports are on one job: at most one at a time is awaited where each is out before the next checkpoint.
+    assert max(outcome.latencies) < 4000
+    done = outcome.accumulated_waf / 40_000
+    wasted = PARAMETERS.evaluation.stop_probability * sum(outcome.latencies) * done
+    assert outcome.accumulated_waf - outcome.certain_waf == pytest.approx(wasted, rel=0.3)
 
 
 def test_slots_that_still_load_are_given_up_first() -> None:
