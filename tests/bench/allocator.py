@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.event_table import build, foreseen
+from planner.lending import Backlog, PendingReport, lend
 from planner.placement import Request, place
 from planner.solver import solve
 from planner.topology import Topology
@@ -35,6 +36,7 @@ def measure(quick: bool = False) -> list[Figure]:
         *_tables(1 if quick else 3),
         _look_up(),
         _arrival(runs),
+        *_lending(runs),
         _thousand_jobs(2 if quick else 5),
         _optimality(400 if quick else 2000),
         _placement(),
@@ -132,6 +134,25 @@ def _arrival(runs: int) -> Figure:
     times = _timed(lambda: answers.append(table.answer_for_state(cluster, then)), 10 * runs)
     assert None not in answers
     return _figure("answer when a job like the expected one comes", times, "ms", 1e3, 1.0)
+
+
+def _lending(runs: int) -> list[Figure]:
+    """What training lends to 20 reports of 20,000 slot-seconds: every lender at its planned count, no slot idle."""
+    figures = []
+    for unit, words in ((8, "nodes of 8"), (1, "single GPUs")):
+        cluster, jobs = large_case(JOBS, GPUS, COUNTS, unit, seed=1)
+        planned = dict(solve(cluster, jobs).assignments)
+        settled = tuple(replace(job, workers=planned[job.name]) for job in jobs)
+        reports = tuple(
+            PendingReport(name=job.name, slot_seconds=20_000.0, rate=job.rate(job.workers), probability=0.05)
+            for job in settled[:20]
+        )
+        for fleet in (512, GPUS):
+            backlog = Backlog(reports=reports, load_seconds=60.0, most_slots=fleet)
+            times = _timed(lambda j=settled, p=planned, b=backlog: lend(j, p, b, GPUS, 0), runs)  # type: ignore[misc]
+            name = f"lending plan, {words}, a fleet of at most {fleet} slots"
+            figures.append(_figure(name, times, "ms", 1e3, 250.0))
+    return figures
 
 
 def _thousand_jobs(runs: int) -> Figure:

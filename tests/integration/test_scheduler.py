@@ -17,6 +17,7 @@ import pytest
 
 from evalsched.runs import RunSpec
 from evalsched.types import EvalSettings
+from planner.allocator_settings import SETTINGS_FILE
 from planner.events import Action, TrialState
 from planner.store import ClusterStore
 from tests.support.lm_tasks import write_tasks
@@ -83,6 +84,7 @@ def test_a_published_export_becomes_a_report(store: ClusterStore, world: World, 
 
 
 def test_training_takes_a_slot_back_in_the_middle_of_a_shard(store: ClusterStore, world: World, tmp_path: Path) -> None:
+    (tmp_path / SETTINGS_FILE).write_text("stop_probability: 0\nageing_seconds: 1.0e+9\n")  # worth no loan
     with cluster(store, tmp_path, slots=1, STUB_SECONDS="0.1") as (coordinator, agent):
         ask(store, world, tmp_path / "out")
         await_that(lambda: len(coordinator.events(Action.SHARD_COMPLETED)) >= 1, PATIENCE)

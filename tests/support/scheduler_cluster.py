@@ -24,7 +24,7 @@ class Coordinator:
         self._epoch = 1
         token = store.table.lock("test", self._epoch)
         store.fence = lambda: token
-        self.allocator = Allocator(store)
+        self.allocator = Allocator(store, state_dir)
         self.scheduler = EvaluationScheduler(store, state_dir)
         self._stop = threading.Event()
         self._lock = threading.Lock()
