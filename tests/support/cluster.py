@@ -24,6 +24,7 @@ from planner.events import TERMINAL, JobState
 from planner.pretrain_config import PretrainConfig
 from planner.processes import marked
 from planner.redis_server import RedisServer
+from planner.scratch import remove_scratch
 from planner.store import ClusterStore
 from tests.support.redis import await_that
 
@@ -207,6 +208,8 @@ def cluster_of_module(redis_of_session: RedisServer, tmp_path_factory: pytest.Te
             process.wait()
         for left in marked(mark):
             left.kill(signal.SIGKILL)
+        for run_dir in folder.glob("*/nodes/*"):
+            remove_scratch(run_dir)  # an agent that was killed leaves it to the next
         store.close()
 
 
