@@ -264,6 +264,7 @@ def _loan_alternatives(loan: LendingPlan, holder: str) -> tuple[Alternative, ...
 def _loan_details(loan: LendingPlan, backlog: Backlog) -> dict[str, float]:
     return {
         "horizon_seconds": loan.horizon,
+        "lasts_seconds": loan.lasts,
         "worth": loan.worth,
         "cost": loan.cost,
         "backlog_slot_seconds": backlog.slot_seconds,

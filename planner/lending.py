@@ -91,6 +91,8 @@ class LendingPlan:
     assignments: dict[str, int]
     evaluation: int
     horizon: float
+    lasts: float
+    """D of the chosen count (s)."""
     worth: float
     cost: float
     reason: str
@@ -205,17 +207,18 @@ def lend(
     given = _lenders(jobs, planned, float(needed[count]), slots - count)
     if policy.slot_second_cost == 0:
         count = min(most, slots - sum(given.values()))
-    cost = 0.0
+    lasts, cost = float(needed[count]), 0.0
     for job in jobs:
-        cost += loan_cost(job, planned[job.name], given[job.name], float(needed[count]))
+        cost += loan_cost(job, planned[job.name], given[job.name], lasts)
     worth = float(values[count])
     return LendingPlan(
         assignments=given,
         evaluation=count,
         horizon=seconds,
+        lasts=lasts,
         worth=worth,
         cost=cost,
-        reason=_reason(planned, backlog, given, count, seconds, worth, cost),
+        reason=_reason(planned, backlog, given, count, seconds, lasts, worth, cost),
         alternatives=_alternatives(planned, values, slots, given, count, worth - cost, seconds),
     )
 
@@ -291,6 +294,7 @@ def _reason(
     given: dict[str, int],
     count: int,
     seconds: float,
+    lasts: float,
     worth: float,
     cost: float,
 ) -> str:
@@ -307,7 +311,7 @@ def _reason(
     from_whom = f", lent by {', '.join(lenders)}" if lenders else ", all idle"
     return (
         f"gave {_counted(count, 'slot')} to evaluation{from_whom}: {waits} is worth {gain:.3g} FLOP/s over the next "
-        f"{seconds:.0f} s, training loses {loss:.3g} FLOP/s"
+        f"{seconds:.0f} s, training loses {loss:.3g} FLOP/s of that while the loan lasts, {lasts:.0f} s"
     )
 
 
