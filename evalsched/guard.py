@@ -17,7 +17,7 @@ from pathlib import Path
 if __name__ == "__main__":  # it is started as a file, without any package's search path: sooner
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from planner.processes import end_groups
+from planner.processes import end_groups, start_ticks
 
 
 class Guard:
@@ -33,7 +33,7 @@ class Guard:
     def add(self, pid: int) -> None:
         """Let ``pid``, the leader of its session, not outlive this process."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{pid} {_start(pid) or ''}\n".encode())
+        self._process.stdin.write(f"{pid} {start_ticks(pid) or ''}\n".encode())
         self._process.stdin.flush()
 
     def close(self) -> None:
@@ -44,21 +44,13 @@ class Guard:
         self._process.wait()
 
 
-def _start(pid: int) -> str | None:
-    """Start of a process in ticks since boot (proc(5), field 22); None where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
 def main(folder: str) -> None:
     """Wait for the end of the input, then end and remove everything."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     started = [line.split() for line in sys.stdin.readlines()]
     # The children of one that is gone may live on.
-    end_groups([int(leader) for leader, *start in started if _start(int(leader)) in (None, *start)])
+    end_groups([int(leader) for leader, *start in started if start_ticks(int(leader)) in (None, *map(int, start))])
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -42,7 +42,7 @@ def test_a_number_that_another_process_has_now_is_left_alone(
 ) -> None:
     kept = Guard(tmp_path / "private")
     with monkeypatch.context() as patch:
-        patch.setattr(guard, "_start", lambda pid: "1")  # as if it had begun long before
+        patch.setattr(guard, "start_ticks", lambda pid: 1)  # as if it had begun long before
         kept.add(sleeper.pid)
     kept.close()
     assert sleeper.poll() is None
